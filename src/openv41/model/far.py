@@ -1,0 +1,92 @@
+"""The far part of attention, by role. The constructor chooses one; the forward asks only whether there is one.
+
+    Source    makes latents and index keys from its own input, picks, and hands all of it down
+    Rescorer  picks anew among what the last source made (inside the candidate blocks, if there are any)
+    Reader    takes latents and picks as they were handed down
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from openv41.formats import LATENT
+from openv41.model.compressor import Compressor
+from openv41.model.indexer import Indexer, IndexKeys
+from openv41.plan import LayerPlan, last_published
+from openv41.state import Cache, Paged, Run, Sight, Step
+
+
+@dataclass(frozen=True)
+class Source:
+    """Compress, write, score, pick.
+
+    The published decode has a fault. Index keys travel in one shared place, set only when a source has a new latent: on
+    a single-token step that completes no group, a ratio-2 source scores against the keys published last, another
+    layer's. Prefill never does that. `index_keys="as_written"` reproduces it; with "own_keys" prefill and decode agree.
+    """
+
+    compressor: Compressor
+    indexer: Indexer
+    layers: tuple[LayerPlan, ...]
+    plan: LayerPlan
+    index_keys: IndexKeys
+
+    def __call__(
+        self, x: Float[Tensor, "n dim"], qr: Float[Tensor, "n r"], step: Step, sight: Sight, cache: Cache
+    ) -> Sight:
+        state = cache.sources[self.plan.layer]
+        groups = step.groups(self.plan.ratio)
+        first = groups.index * self.plan.ratio  # a latent stands at the position of its group's first token
+        latents = self.compressor(x, step, state.group)
+        state.keys.write(groups, self.indexer.keys(latents, first))
+        ops = self.indexer.ops
+        turned = ops.rotate(latents, *self.indexer.rotary.at(first), inverse=False)
+        state.latents.write(groups, ops.quantise(turned, LATENT))
+        keys = [self._keys(run, cache) for run in step.runs]
+        picks = self.indexer(x, qr, step, keys, within=None)
+        return sight.having(
+            latents=state.latents,
+            keys=state.keys,
+            picks=picks.positions,
+            rows=state.latents.rows(step.slot, picks.positions),
+            candidates=sight.candidates if picks.blocks is None else picks.blocks,
+        )
+
+    def _keys(self, run: Run, cache: Cache) -> Float[Tensor, "p c"]:
+        layer, count = self.plan.layer, run.end // self.plan.ratio
+        if self.index_keys == "as_written" and run.start > 0 and run.length == 1 and run.end % self.plan.ratio:
+            published = last_published(self.layers, layer, run.start)
+            layer = layer if published is None else published
+        return cache.sources[layer].keys.first(run.slot, count)
+
+
+@dataclass(frozen=True)
+class Rescorer:
+    """Pick anew, with this layer's queries and the last source's keys."""
+
+    indexer: Indexer
+
+    def __call__(
+        self, x: Float[Tensor, "n dim"], qr: Float[Tensor, "n r"], step: Step, sight: Sight, cache: Cache
+    ) -> Sight:
+        latents, keys = sight.source()
+        known = keys_of_runs(keys, step.runs)
+        picks = self.indexer(x, qr, step, known, sight.candidates).positions
+        return sight.having(picks=picks, rows=latents.rows(step.slot, picks))
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Everything is handed down already."""
+
+    def __call__(
+        self, x: Float[Tensor, "n dim"], qr: Float[Tensor, "n r"], step: Step, sight: Sight, cache: Cache
+    ) -> Sight:
+        return sight
+
+
+def keys_of_runs(keys: Paged, runs: Sequence[Run]) -> list[Float[Tensor, "_ c"]]:
+    """For each run, its slot's keys up to the run's end."""
+    return [keys.first(run.slot, run.end // keys.ratio) for run in runs]

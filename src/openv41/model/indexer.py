@@ -1,0 +1,138 @@
+"""Indexer: which compressed positions a token attends to.
+
+Every visible position j of token t gets a score, sum over heads of relu(q_t . key_j) * weight_t, from queries and keys
+small enough to go through the whole past; the `index_topk` best are picked, in order of position. Ties go to the lower
+position. The candidate source also keeps the best blocks of neighbouring positions, and re-scorers below it pick
+inside those.
+
+A position's key is made of its latent, so only layers that make latents make keys; re-scorers score the same keys with
+queries of their own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from openv41.config import Config
+from openv41.formats import INDEX
+from openv41.model.layers import Linear, RMSNorm, Rotary, stored_in
+from openv41.ops import Ops
+from openv41.plan import LayerPlan
+from openv41.state import Step
+
+IndexKeys = Literal["own_keys", "as_written"]
+
+SCORE_BYTES = 256 << 20
+"""Default byte budget of the scores, and what they are made of, that exist at a time."""
+
+
+@dataclass(frozen=True)
+class Picks:
+    """`positions` [n, k]: picked compressed positions, ascending, -1 behind. `blocks` [n, blocks]: the candidates, if
+    this layer chooses them."""
+
+    positions: Int[Tensor, "n k"]
+    blocks: Bool[Tensor, "n blocks"] | None
+
+
+class Indexer(nn.Module):
+    """Scores and picks for one layer. `score_bytes` bounds the memory of the scores; `always_score` works them out even
+    where every visible position is picked anyhow (for those who record scores)."""
+
+    def __init__(self, config: Config, plan: LayerPlan, rotary: Rotary, ops: Ops) -> None:
+        super().__init__()
+        c = config
+        self.ops, self.rotary, self.ratio = ops, rotary, plan.ratio
+        self.heads, self.topk = c.index_n_heads, c.index_topk
+        self.block = c.candidate_block_size
+        self.keeps_blocks = c.candidate_topk_blocks if plan.publishes_candidates else 0
+        self.weight_scale = (c.index_head_dim * c.index_n_heads) ** -0.5
+        # Up to so many visible positions, all of them are picked and all of their blocks kept: no need to score.
+        self.all_picked = min(self.topk, self.keeps_blocks * self.block) if self.keeps_blocks else self.topk
+        self.score_bytes, self.always_score = SCORE_BYTES, False
+        self.wq_b = Linear(c.q_lora_rank, c.index_n_heads * c.index_head_dim, stored_in(c), ops)
+        self.weights_proj = Linear(c.dim, c.index_n_heads, "bf16", ops)
+        if plan.latents_from == plan.layer:
+            self.wk = Linear(c.head_dim, c.index_head_dim, "bf16", ops)
+            self.k_norm = RMSNorm(c.index_head_dim, c.norm_eps, ops)
+
+    def keys(self, latents: Float[Tensor, "g d"], position: Int[Tensor, "g"]) -> Float[Tensor, "g c"]:
+        """Index keys of latents (normed, not rotated), each rotated at its group's first token, as stored."""
+        keys = self.ops.rotate(self.k_norm(self.wk(latents)), *self.rotary.at(position), inverse=False)
+        return self.ops.quantise(keys, INDEX)
+
+    def queries(
+        self, x: Float[Tensor, "n dim"], qr: Float[Tensor, "n r"], position: Int[Tensor, "n"]
+    ) -> tuple[Float[Tensor, "n i c"], Float[Tensor, "n i"]]:
+        """Rounded queries, and the weight of each head."""
+        q = self.wq_b(qr).unflatten(-1, (self.heads, -1))  # [n, i, c]
+        q = self.ops.rotate(q, *self.rotary.at(position), inverse=False)
+        weights = self.weights_proj(x)
+        return self.ops.quantise(q, INDEX), (weights * self.weight_scale).to(weights.dtype)
+
+    def forward(
+        self,
+        x: Float[Tensor, "n dim"],
+        qr: Float[Tensor, "n r"],
+        step: Step,
+        keys: Sequence[Float[Tensor, "_ c"]],
+        within: Bool[Tensor, "n blocks"] | None,
+    ) -> Picks:
+        """`keys`: for each run of the step, its slot's keys up to the run's end. `within`: candidate blocks, if any."""
+        q, weights = self.queries(x, qr, step.position)
+        visible = step.visible(self.ratio)
+        most = max(known.shape[0] for known in keys)
+        positions = torch.full((len(step), min(self.topk, most)), -1, dtype=torch.int64, device=x.device)
+        blocks = None
+        if self.keeps_blocks:
+            blocks = torch.zeros((len(step), -(-most // self.block)), dtype=torch.bool, device=x.device)
+        for run, known in zip(step.runs, keys, strict=True):
+            for piece in run.pieces(self._rows_at_once(known.shape[0])):
+                seen = visible[piece]
+                count = int(seen.max())
+                if count == 0:
+                    continue
+                scores = None
+                if count > self.all_picked or self.always_score:
+                    inside = None if within is None else within[piece]
+                    scores = self.scores(q[piece], weights[piece], known[:count], inside)
+                positions[piece] = self._pick(scores, seen, positions.shape[1])
+                if blocks is not None:
+                    kept = self._keep(scores, seen)
+                    blocks[piece, : kept.shape[1]] = kept
+        return Picks(positions, blocks)
+
+    def _rows_at_once(self, positions: int) -> int:
+        # Per token and position: a product a head, its share, and the sum, in up to 8 bytes each. No more than 256
+        # tokens, since all of a piece's tokens are scored up to the last one's newest position.
+        return max(1, min(256, self.score_bytes // max(1, positions * (2 * self.heads + 2) * 8)))
+
+    def scores(
+        self,
+        q: Float[Tensor, "n i c"],
+        weights: Float[Tensor, "n i"],
+        keys: Float[Tensor, "p c"],
+        within: Bool[Tensor, "n blocks"] | None,
+    ) -> Float[Tensor, "n p"]:
+        """Scores of every key, -inf outside the candidate blocks."""
+        scores = self.ops.index_scores(q, weights, keys)
+        if within is None:
+            return scores
+        inside = within.repeat_interleave(self.block, 1)[:, : keys.shape[0]]
+        return scores.masked_fill(~inside, -torch.inf)
+
+    def _pick(self, scores: Tensor | None, visible: Tensor, k: int) -> Int[Tensor, "n k"]:
+        if scores is not None:
+            return self.ops.pick(scores, visible, k)
+        position = torch.arange(k, device=visible.device).expand(visible.shape[0], k)
+        return position.masked_fill(position >= visible.unsqueeze(1), -1)
+
+    def _keep(self, scores: Tensor | None, visible: Tensor) -> Bool[Tensor, "n blocks"]:
+        if scores is not None:
+            return self.ops.pick_blocks(scores, visible, self.block, self.keeps_blocks)
+        count = -(-int(visible.max()) // self.block)
+        return torch.arange(count, device=visible.device) * self.block < visible.unsqueeze(1)
