@@ -1,0 +1,1 @@
+"""Checkpoints on disk: their table of names, reading, writing, and a small one to play with."""
