@@ -267,9 +267,7 @@ class ReferenceOps:
             scores = self.softplus(logits).sqrt()
         chosen = (scores + bias).sort(descending=True, stable=True).indices[:, :k]
         weights = scores.gather(1, chosen)
-        if function != "softmax":
-            weights = weights / (self.sum(weights).unsqueeze(1) + 1e-20)
-        return weights * scale, chosen
+        return weights / (self.sum(weights).unsqueeze(1) + 1e-20) * scale, chosen
 
     def swiglu(
         self, gate: Float[Tensor, "n f"], up: Float[Tensor, "n f"], limit: float, routing: Tensor | None
