@@ -1,0 +1,16 @@
+"""The values that travel with the data, and their lifetimes.
+
+`Step`   one call: `n` tokens of any mixture of sequences. Frozen.
+`Sight`  one descent through the layers: what a source hands down to the layers below it. Replaced, never changed.
+`Cache`  conversations: all that a sequence keeps between calls. Changed in place, by verbs.
+
+A sequence lives in a *slot* of the cache. Tables are two-dimensional and read by row number; -1 names no row. Slots,
+rings and pages are then only a matter of row numbers, and `Ring` and `Paged` are where those are worked out.
+"""
+
+from openv41.state.cache import Cache, SourceState
+from openv41.state.sight import Sight
+from openv41.state.step import Groups, Reach, Run, Step
+from openv41.state.tables import Paged, Pages, Ring
+
+__all__ = ["Cache", "Groups", "Paged", "Pages", "Reach", "Ring", "Run", "Sight", "SourceState", "Step"]

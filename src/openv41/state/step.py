@@ -1,0 +1,182 @@
+"""`Step`: one call, `n` tokens of any mixture of sequences, and what can be worked out from their positions alone."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from openv41.errors import InputError
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive tokens of one slot: positions `start` to `start + length - 1`, in rows `first`, ... of the step."""
+
+    slot: int
+    start: int
+    length: int
+    first: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    def pieces(self, size: int) -> Iterator[slice]:
+        """The run's rows of the step, at most `size` at a time."""
+        last = self.first + self.length
+        return (slice(first, min(first + size, last)) for first in range(self.first, last, size))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of `ratio` tokens that a step completes: group `index[g]` of `slot[g]`, its tokens' positions."""
+
+    slot: Int[Tensor, "g"]
+    index: Int[Tensor, "g"]
+    position: Int[Tensor, "g ratio"]
+    token: Int[Tensor, "g"]
+    """Row of the step whose token completes the group."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The tokens just before each run of a step, `back` of them at most, and where a joined table holds every token.
+
+    In the table [history rows, then the step's own rows], position q of token t's slot lies in row `own[t] + q` from
+    the run's start on, and in row `old[t] + q` before it.
+    """
+
+    slot: Int[Tensor, "history"]
+    position: Int[Tensor, "history"]
+    old: Int[Tensor, "n"]
+    own: Int[Tensor, "n"]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One call: `n` packed tokens. A prompt, a chunk, one decoded token a sequence, a draft, or all at once.
+
+    Fields (int64): ids [n]; slot [n]; position [n]; start [n], the position at which the token's run starts; the runs;
+    `wanted` [j], rows whose logits are asked for; `image` [n], true where the token is part of an image.
+    Make one with `Step.pack` (or `Cache.step`, which knows the positions).
+    """
+
+    ids: Int[Tensor, "n"]
+    slot: Int[Tensor, "n"]
+    position: Int[Tensor, "n"]
+    start: Int[Tensor, "n"]
+    runs: tuple[Run, ...]
+    wanted: Int[Tensor, "j"]
+    image: Bool[Tensor, "n"]
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def pack(
+        cls,
+        parts: Iterable[tuple[int, int, Sequence[int] | Tensor]],
+        wanted: Literal["last", "all"] = "last",
+        image: Bool[Tensor, "n"] | None = None,
+        device: str | torch.device = "cpu",
+    ) -> "Step":
+        """A step from (slot, start position, ids) parts, one a slot.
+
+        `wanted`: "last" asks for the logits of each run's last token, "all" for every token's.
+        Raises `InputError` for an empty part, a slot named twice, a negative start, or nothing at all.
+        """
+        runs: list[Run] = []
+        ids: list[Tensor] = []
+        first = 0
+        for slot, start, part in parts:
+            piece = torch.as_tensor(part, dtype=torch.int64, device=device)
+            if piece.dim() != 1 or piece.numel() == 0:
+                raise InputError(f"a part of a step is a row of at least one token, got shape {tuple(piece.shape)}")
+            if start < 0:
+                raise InputError(f"a part's start position must be 0 or more, got {start}")
+            if any(run.slot == slot for run in runs):
+                raise InputError(f"slot {slot} has two parts in one step: join them, or take two steps")
+            runs.append(Run(slot, start, piece.numel(), first))
+            ids.append(piece)
+            first += piece.numel()
+        if not runs:
+            raise InputError("a step needs at least one part")
+        lengths = torch.tensor([run.length for run in runs], device=device)
+        firsts = torch.tensor([run.first for run in runs], device=device).repeat_interleave(lengths)
+        start_of = torch.tensor([run.start for run in runs], device=device).repeat_interleave(lengths)
+        rows = torch.arange(first, device=device)
+        return cls(
+            ids=torch.cat(ids),
+            slot=torch.tensor([run.slot for run in runs], device=device).repeat_interleave(lengths),
+            position=rows - firsts + start_of,
+            start=start_of,
+            runs=tuple(runs),
+            wanted=lengths.cumsum(0) - 1 if wanted == "last" else rows,
+            image=torch.zeros(first, dtype=torch.bool, device=device) if image is None else image,
+        )
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.ids.device
+
+    @cached_property
+    def longest(self) -> int:
+        return max(run.length for run in self.runs)
+
+    def remember(self, key: Any, make: Callable[[], Any]) -> Any:
+        """`make()`, worked out once a step: forty layers ask for the same row numbers."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]
+
+    def reach(self, back: int) -> Reach:
+        """Where to find the `back` tokens before each run, and all of the step's own."""
+        return self.remember(("reach", back), lambda: self._reach(back))
+
+    def _reach(self, back: int) -> Reach:
+        before = [min(run.start, back) for run in self.runs]
+        slots: list[int] = []
+        positions: list[int] = []
+        old: list[int] = []
+        own: list[int] = []
+        total = sum(before)
+        held = 0
+        for run, count in zip(self.runs, before, strict=True):
+            slots += [run.slot] * count
+            positions += range(run.start - count, run.start)
+            old += [held - (run.start - count)] * run.length
+            own += [total + run.first - run.start] * run.length
+            held += count
+
+        def tensor(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+        return Reach(tensor(slots), tensor(positions), tensor(old), tensor(own))
+
+    def window(self, width: int) -> Int[Tensor, "n w"]:
+        """The positions that each token sees, oldest first: itself and up to `width - 1` before; -1 fills up behind."""
+        return self.remember(("window", width), lambda: self._window(width))
+
+    def _window(self, width: int) -> Int[Tensor, "n w"]:
+        here = self.position.unsqueeze(1)
+        seen = (here - width + 1).clamp_min(0) + torch.arange(width, device=self.device)
+        return seen.masked_fill(seen > here, -1)
+
+    def groups(self, ratio: int) -> Groups:
+        """The groups of `ratio` tokens whose last token is in this step."""
+        return self.remember(("groups", ratio), lambda: self._groups(ratio))
+
+    def _groups(self, ratio: int) -> Groups:
+        token = ((self.position + 1) % ratio == 0).nonzero().squeeze(1)
+        last = self.position[token].unsqueeze(1)
+        member = last - ratio + 1 + torch.arange(ratio, device=self.device)
+        return Groups(self.slot[token], (last // ratio).squeeze(1), member, token)
+
+    def visible(self, ratio: int) -> Int[Tensor, "n"]:
+        """Compressed positions that each token sees: position j is visible once its whole group is."""
+        return self.remember(("visible", ratio), lambda: (self.position + 1) // ratio)

@@ -1,0 +1,122 @@
+"""Tables read by row number: rings of the latest positions, and pages of all compressed ones. Row -1 is nothing."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from openv41.errors import CacheFull
+from openv41.state.step import Groups, Reach, Step
+
+
+class Ring:
+    """The last `size` positions of every slot: position p lies in row p mod size. Rows past a rewind are never read."""
+
+    def __init__(self, slots: int, size: int, width: int, dtype: torch.dtype, device: str | torch.device) -> None:
+        self.size = size
+        self.table = torch.zeros(slots, size, width, dtype=dtype, device=device)
+
+    def push(
+        self, step: Step, own: Tensor, back: int
+    ) -> tuple[Tensor, Callable[[Int[Tensor, "n w"]], Int[Tensor, "n w"]]]:
+        """Take in the step's rows [n, width]; return a table and the function from each token's positions to its rows.
+
+        The table holds at least the step's own rows and the `back` positions before each run. Short runs are written
+        first and read from the ring itself. A run that would overwrite rows it still needs gets a joined table, the
+        history copied before its own rows, and the ring is written behind it: gradients flow through the own rows.
+        """
+        if step.longest <= self.size - back and not own.requires_grad:
+            self._write(step, own)
+            return self.table.flatten(0, 1), lambda positions: self._rows(step, positions)
+        reach = step.reach(back)
+        joined = torch.cat((self.table[reach.slot, reach.position % self.size], own))
+        self._write(step, own)
+        return joined, lambda positions: _joined_rows(step, reach, positions)
+
+    def _rows(self, step: Step, positions: Tensor) -> Tensor:
+        rows = step.slot.unsqueeze(1) * self.size + positions % self.size
+        return rows.masked_fill(positions < 0, -1)
+
+    def _write(self, step: Step, own: Tensor) -> None:
+        def last_of_each_run() -> Tensor:
+            return torch.cat([torch.arange(max(run.first, run.first + run.length - self.size), run.first + run.length)
+                              for run in step.runs]).to(step.device)  # fmt: skip
+
+        kept = step.remember(("kept", self.size), last_of_each_run)
+        self.table[step.slot[kept], step.position[kept] % self.size] = own[kept].detach().to(self.table.dtype)
+
+    def rows_of(self, slot: int, positions: Sequence[int] | range) -> Tensor:
+        """The rows of these positions of one slot, as they are."""
+        return self.table[slot, torch.tensor(list(positions), dtype=torch.int64) % self.size]
+
+
+def _joined_rows(step: Step, reach: Reach, positions: Int[Tensor, "n w"]) -> Int[Tensor, "n w"]:
+    base = torch.where(positions >= step.start.unsqueeze(1), reach.own.unsqueeze(1), reach.old.unsqueeze(1))
+    return (base + positions).masked_fill(positions < 0, -1)
+
+
+class Pages:
+    """Which pages of a pool each slot holds. A page is room for `tokens` tokens in every paged table of the cache."""
+
+    def __init__(self, count: int, tokens: int, slots: int, device: str | torch.device) -> None:
+        self.count, self.tokens = count, tokens
+        self.free = list(range(count - 1, -1, -1))  # the lowest number is handed out first
+        self.held: list[list[int]] = [[] for _ in range(slots)]
+        self.numbers = torch.full((slots, count), -1, dtype=torch.int64, device=device)
+
+    def missing(self, slot: int, length: int) -> int:
+        """Pages that the slot lacks to hold `length` tokens."""
+        return max(0, -(-length // self.tokens) - len(self.held[slot]))
+
+    def reserve(self, wanted: Sequence[tuple[int, int]]) -> None:
+        """Room for (slot, length) pairs, all of it or `CacheFull` with nothing taken."""
+        need = sum(self.missing(slot, length) for slot, length in wanted)
+        if need > len(self.free):
+            raise CacheFull(
+                f"the step needs {need} more pages of {self.tokens} tokens, {len(self.free)} of {self.count} are free: "
+                "close a slot, or make the cache with more tokens"
+            )
+        for slot, length in wanted:
+            for _ in range(self.missing(slot, length)):
+                page = self.free.pop()
+                self.numbers[slot, len(self.held[slot])] = page
+                self.held[slot].append(page)
+
+    def release(self, slot: int) -> None:
+        self.free += sorted(self.held[slot], reverse=True)
+        self.free.sort(reverse=True)
+        self.held[slot] = []
+        self.numbers[slot] = -1
+
+
+class Paged:
+    """A table of compressed positions, one per `ratio` tokens, in the pages that the slots hold."""
+
+    def __init__(
+        self, pages: Pages, ratio: int, width: int, dtype: torch.dtype, device: str | torch.device
+    ) -> None:
+        self.pages, self.ratio = pages, ratio
+        self.per_page = pages.tokens // ratio
+        self.table = torch.zeros(pages.count * self.per_page, width, dtype=dtype, device=device)
+
+    def rows(self, slot: Int[Tensor, "n"], index: Int[Tensor, "n k"]) -> Int[Tensor, "n k"]:
+        """Row numbers of compressed positions `index` of each token's slot; -1 stays -1."""
+        page = self.pages.numbers[slot.unsqueeze(1), (index // self.per_page).clamp_min(0)]
+        return (page * self.per_page + index % self.per_page).masked_fill(index < 0, -1)
+
+    def write(self, groups: Groups, values: Tensor) -> None:
+        if values.shape[0]:
+            self.table[self.rows(groups.slot, groups.index.unsqueeze(1)).squeeze(1)] = values.detach().to(
+                self.table.dtype
+            )
+
+    def first(self, slot: int, count: int) -> Tensor:
+        """A slot's first `count` positions [count, width]: a view where its pages lie side by side, else a copy."""
+        held = self.pages.held[slot][: -(-count // self.per_page)]
+        if not held:
+            return self.table[:0]
+        if held == list(range(held[0], held[0] + len(held))):
+            return self.table[held[0] * self.per_page :][:count]
+        index = torch.arange(count, device=self.table.device).unsqueeze(0)
+        return self.table[self.rows(torch.tensor([slot], device=self.table.device), index).squeeze(0)]
