@@ -29,7 +29,7 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
     "plan": {"errors", "config"},
-    "state": {"errors", "config", "plan"},
+    "state": {"errors", "config", "plan", "formats"},
     "formats": {"errors"},
     "ops": {"errors", "formats", "ops.*", "ops.hopper"},
     "ops.*": {"errors", "formats", "ops"},

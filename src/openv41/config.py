@@ -268,7 +268,7 @@ def _require(holds: bool, key: str, value: object, rule: str, way_out: str) -> N
 
 
 def _typed(key: str, kind: str, value: Any) -> Any:
-    """The value in its one spelling: tuples for lists, 10000.0 for 10000 where a fraction may stand. True is no number."""
+    """The value in its one spelling: tuples for lists, 10000.0 for 10000 where a fraction may stand. True is none."""
     if value is None and kind.endswith("| None"):
         return None
     kind = kind.removesuffix(" | None")

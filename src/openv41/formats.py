@@ -36,6 +36,7 @@ class BlockFormat:
 
     `scale_of(amax)`: the scale, as stored, of a block with that largest magnitude. `encode(x)`: nearest codes of values
     [..., k] that have been divided by their scales; `decode(codes)` the values of codes; `nearest(x)` both in one.
+    `stored_as`: the types of codes and scales.
     """
 
     name: str
@@ -45,6 +46,7 @@ class BlockFormat:
     encode: Callable[[Tensor], Tensor]
     decode: Callable[[Tensor], Tensor]
     nearest: Callable[[Tensor], Tensor]
+    stored_as: tuple[torch.dtype, torch.dtype]
 
     def pack(self, x: Float[Tensor, "*rows k"]) -> tuple[Tensor, Tensor]:
         """Codes, and scales [..., k / block], of the rows of `x`."""
@@ -65,9 +67,22 @@ class BlockFormat:
         scale = self.scale_of(parts.abs().amax(-1))
         return parts / scale.float().unsqueeze(-1), scale
 
+    def to_records(self, x: Float[Tensor, "*rows k"]) -> UInt8[Tensor, "*rows bytes"]:
+        """Each row of `x` as the bytes it is stored in: its codes, then its scales."""
+        codes, scale = self.pack(x)
+        return torch.cat((codes.view(torch.uint8), scale.view(torch.uint8)), -1)
+
+    def from_records(self, records: UInt8[Tensor, "*rows bytes"]) -> Float[Tensor, "*rows k"]:
+        """The rows' values in float32."""
+        code_type, scale_type = self.stored_as
+        total = records.shape[-1]  # k / codes_per_byte + k / block * scale bytes
+        count = total * self.block // (self.block + self.codes_per_byte * scale_type.itemsize)
+        codes, scale = records.split((count, total - count), -1)
+        return self.unpack(codes.contiguous().view(code_type), scale.contiguous().view(scale_type))
+
     def record_bytes(self, width: int) -> int:
-        """Bytes of one stored row of `width` values and its scales (each a byte, but for FLOAT8's)."""
-        return width // self.codes_per_byte + width // self.block
+        """Bytes of one stored row of `width` values and its scales."""
+        return width // self.codes_per_byte + width // self.block * self.stored_as[1].itemsize
 
 
 # Scales: from a block's largest magnitude
@@ -158,10 +173,11 @@ def _nearest_e4m3(x: Tensor) -> Tensor:
 _E4M3 = (to_e4m3, Tensor.float, _nearest_e4m3)
 _E2M1 = (_encode_fp4, _decode_fp4, to_e2m1)
 
-WINDOW = BlockFormat("fp8_32_ue8m0", 32, 1, fp8_scale, *_E4M3)
-INDEX = BlockFormat("fp4_32_e8m0", 32, 2, fp4_scale, *_E2M1)
-LATENT = BlockFormat("fp4_16_e4m3", 16, 2, fp4_e4m3_scale, *_E2M1)
-FLOAT8 = BlockFormat("fp8_64_fp32scale", 64, 1, fp8_float_scale, *_E4M3)
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+WINDOW = BlockFormat("fp8_32_ue8m0", 32, 1, fp8_scale, *_E4M3, (E4M3, E8M0))
+INDEX = BlockFormat("fp4_32_e8m0", 32, 2, fp4_scale, *_E2M1, (torch.uint8, E8M0))
+LATENT = BlockFormat("fp4_16_e4m3", 16, 2, fp4_e4m3_scale, *_E2M1, (torch.uint8, E4M3))
+FLOAT8 = BlockFormat("fp8_64_fp32scale", 64, 1, fp8_float_scale, *_E4M3, (E4M3, torch.float32))
 FORMATS = {f.name: f for f in (WINDOW, INDEX, LATENT, FLOAT8)}
 
 

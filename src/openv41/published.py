@@ -444,7 +444,7 @@ class Attention(attention.Attention):
             empty = range(rows)
             for slot in empty:
                 cache.close(slot)
-        cache.pages.reserve([(cache.open(), self.room) for _ in empty])
+        cache.pages.reserve([(cache.open(), 0, self.room) for _ in empty])
         return cache
 
 

@@ -10,7 +10,7 @@ What a layer does about the far part is its role: see `model/far.py`.
 """
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from openv41.config import Config
@@ -94,15 +94,15 @@ class Attention(nn.Module):
         return self.ops.rotate(q, *self.rotary.at(position), inverse=False), qr
 
     def key_value(self, x: Float[Tensor, "n dim"], position: Int[Tensor, "n"]) -> Float[Tensor, "n d"]:
-        """The vector that a token puts into the window, as it is stored: the rotated tail is rounded with the rest."""
-        kv = self.ops.rotate(self.kv_norm(self.wkv(x)), *self.rotary.at(position), inverse=False)
-        return self.ops.quantise(kv, WINDOW)
+        """The vector that a token puts into the window: the rotated tail will be rounded with the rest."""
+        return self.ops.rotate(self.kv_norm(self.wkv(x)), *self.rotary.at(position), inverse=False)
 
     def window(
         self, x: Float[Tensor, "n dim"], step: Step, ring: Ring
-    ) -> tuple[Float[Tensor, "a d"], Int[Tensor, "n w"]]:
+    ) -> tuple[Shaped[Tensor, "a _"], Int[Tensor, "n w"]]:
         """Put the step's tokens into the window; the table to read, and each token's rows, oldest first."""
-        table, rows = ring.push(step, self.key_value(x, step.position), self.window_size - 1)
+        own = self.ops.store(self.key_value(x, step.position), WINDOW, ring.packed)
+        table, rows = ring.push(step, own, self.window_size - 1)
         return table, rows(step.window(self.window_size))
 
     def output(self, out: Float[Tensor, "n h d"], position: Int[Tensor, "n"]) -> Float[Tensor, "n dim"]:

@@ -5,17 +5,16 @@
     Reader    takes latents and picks as they were handed down
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxtyping import Float
 from torch import Tensor
 
-from openv41.formats import LATENT
+from openv41.formats import INDEX, LATENT
 from openv41.model.compressor import Compressor
 from openv41.model.indexer import Indexer, IndexKeys
 from openv41.plan import LayerPlan, last_published
-from openv41.state import Cache, Paged, Run, Sight, Step
+from openv41.state import Cache, Run, Sight, Step
 
 
 @dataclass(frozen=True)
@@ -40,10 +39,10 @@ class Source:
         groups = step.groups(self.plan.ratio)
         first = groups.index * self.plan.ratio  # a latent stands at the position of its group's first token
         latents = self.compressor(x, step, state.group)
-        state.keys.write(groups, self.indexer.keys(latents, first))
         ops = self.indexer.ops
+        state.keys.write(groups, ops.store(self.indexer.keys(latents, first), INDEX, state.keys.packed))
         turned = ops.rotate(latents, *self.indexer.rotary.at(first), inverse=False)
-        state.latents.write(groups, ops.quantise(turned, LATENT))
+        state.latents.write(groups, ops.store(turned, LATENT, state.latents.packed))
         keys = [self._keys(run, cache) for run in step.runs]
         picks = self.indexer(x, qr, step, keys, within=None)
         return sight.having(
@@ -59,7 +58,7 @@ class Source:
         if self.index_keys == "as_written" and run.start > 0 and run.length == 1 and run.end % self.plan.ratio:
             published = last_published(self.layers, layer, run.start)
             layer = layer if published is None else published
-        return cache.sources[layer].keys.first(run.slot, count)
+        return self.indexer.ops.read(cache.sources[layer].keys.first(run.slot, count), INDEX)
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Rescorer:
         self, x: Float[Tensor, "n dim"], qr: Float[Tensor, "n r"], step: Step, sight: Sight, cache: Cache
     ) -> Sight:
         latents, keys = sight.source()
-        known = keys_of_runs(keys, step.runs)
+        known = [self.indexer.ops.read(keys.first(run.slot, run.end // keys.ratio), INDEX) for run in step.runs]
         picks = self.indexer(x, qr, step, known, sight.candidates).positions
         return sight.having(picks=picks, rows=latents.rows(step.slot, picks))
 
@@ -85,8 +84,3 @@ class Reader:
         self, x: Float[Tensor, "n dim"], qr: Float[Tensor, "n r"], step: Step, sight: Sight, cache: Cache
     ) -> Sight:
         return sight
-
-
-def keys_of_runs(keys: Paged, runs: Sequence[Run]) -> list[Float[Tensor, "_ c"]]:
-    """For each run, its slot's keys up to the run's end."""
-    return [keys.first(run.slot, run.end // keys.ratio) for run in runs]

@@ -61,9 +61,8 @@ class Indexer(nn.Module):
             self.k_norm = RMSNorm(c.index_head_dim, c.norm_eps, ops)
 
     def keys(self, latents: Float[Tensor, "g d"], position: Int[Tensor, "g"]) -> Float[Tensor, "g c"]:
-        """Index keys of latents (normed, not rotated), each rotated at its group's first token, as stored."""
-        keys = self.ops.rotate(self.k_norm(self.wk(latents)), *self.rotary.at(position), inverse=False)
-        return self.ops.quantise(keys, INDEX)
+        """Index keys of latents (normed, not rotated), each rotated at its group's first token; not yet rounded."""
+        return self.ops.rotate(self.k_norm(self.wk(latents)), *self.rotary.at(position), inverse=False)
 
     def queries(
         self, x: Float[Tensor, "n dim"], qr: Float[Tensor, "n r"], position: Int[Tensor, "n"]

@@ -15,7 +15,7 @@ differentiated and compared to 1e-9).
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from openv41.errors import OpsError
@@ -55,6 +55,12 @@ class Ops(Protocol):
     def quantise(self, x: Float[Tensor, "*n k"], form: BlockFormat) -> Float[Tensor, "*n k"]:
         """What x is after being stored in `form`."""
 
+    def store(self, x: Float[Tensor, "*n k"], form: BlockFormat, packed: bool) -> Tensor:
+        """What goes into a table for x: rounded rows, or (packed) records of bytes."""
+
+    def read(self, rows: Tensor, form: BlockFormat) -> Float[Tensor, "*n k"]:
+        """The values of rows taken from a table, rounded rows or records alike."""
+
     def pool(
         self, kv: Float[Tensor, "a d"], gate: Float[Tensor, "a d"], rows: Int[Tensor, "groups ratio"]
     ) -> Float[Tensor, "groups d"]:
@@ -76,14 +82,16 @@ class Ops(Protocol):
     def sparse_attention(
         self,
         q: Float[Tensor, "n h d"],
-        near: Float[Tensor, "a d"],
+        near: Shaped[Tensor, "a _"],
         near_rows: Int[Tensor, "n w"],
-        far: Float[Tensor, "b d"] | None,
+        far: Shaped[Tensor, "b _"] | None,
         far_rows: Int[Tensor, "n k"] | None,
         sink: Float[Tensor, "h"],
         scale: float,
     ) -> Float[Tensor, "n h d"]:
-        """Softmax attention over the rows named, which are key and value at once, plus a sink; row -1 is nothing."""
+        """Softmax attention over the rows named, which are key and value at once, plus a sink; row -1 is nothing.
+
+        Tables hold rounded rows [.., d], or records of bytes: near in the window's format, far in the latents'."""
 
     def mix(
         self, streams: Float[Tensor, "n m dim"], fn: Tensor, base: Tensor, scale: Tensor, rounds: int, eps: float,

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 from openv41.errors import OpsError
-from openv41.formats import WINDOW
+from openv41.formats import LATENT, WINDOW
 from openv41.ops.reference import LIST_BLOCK, NO_SCORE, Numerics, ReferenceOps, ascending, wide
 
 Weights = Literal["stored", "cached", "bf16", "fp32"]
@@ -176,9 +176,9 @@ class CpuOps(ReferenceOps):
     def sparse_attention(
         self,
         q: Float[Tensor, "n h d"],
-        near: Float[Tensor, "a d"],
+        near: Shaped[Tensor, "a _"],
         near_rows: Int[Tensor, "n w"],
-        far: Float[Tensor, "b d"] | None,
+        far: Shaped[Tensor, "b _"] | None,
         far_rows: Int[Tensor, "n k"] | None,
         sink: Float[Tensor, "h"],
         scale: float,
@@ -193,13 +193,38 @@ class CpuOps(ReferenceOps):
             rows = torch.cat((near_rows, far_rows + near.shape[0]), 1)
             listed = torch.cat((listed, far_rows >= 0), 1)
             tables.append(far)
-        gather = _gather_from(tables, rows.where(listed, 0))
+        gather = self._gather_from(tables, rows.where(listed, 0))
         result = torch.empty_like(q)
         for first in range(0, q.shape[0], QUERIES):
             some = slice(first, first + QUERIES)
             used = _columns_used(listed[some])
             result[some] = self._attend(q[some], gather(some, used), listed[some, :used], sink, scale)
         return result
+
+    def _gather_from(
+        self, tables: list[Tensor], rows: Int[Tensor, "n t"]
+    ) -> Callable[[slice, int], Float[Tensor, "q t d"]]:
+        """A function that gives some queries' rows in float32. Where most rows of the tables are read many times over
+        they are decoded once, beforehand; a few rows out of a long cache are decoded as they come."""
+        forms = (WINDOW, LATENT)[: len(tables)]
+        if rows.numel() > sum(table.shape[0] for table in tables):
+            read = [self.read(table, form) for table, form in zip(tables, forms, strict=True)]
+            whole = torch.cat(read).float()
+            return lambda some, used: whole.index_select(0, rows[some, :used].flatten()).unflatten(0, (-1, used))
+        border = tables[0].shape[0]
+
+        def picked(some: slice, used: int) -> Tensor:
+            wanted = rows[some, :used]
+            if len(tables) == 1:
+                return self.read(tables[0][wanted], WINDOW).float()
+            in_near = wanted < border
+            near = self.read(tables[0][wanted[in_near]], WINDOW)
+            values = near.new_empty((*wanted.shape, near.shape[-1]))
+            values[in_near] = near
+            values[~in_near] = self.read(tables[1][wanted[~in_near] - border], LATENT)
+            return values.float()
+
+        return picked
 
     def _attend(self, q: Tensor, rows: Tensor, listed: Tensor, sink: Tensor, scale: float) -> Tensor:
         t = rows.shape[1]
@@ -214,29 +239,6 @@ class CpuOps(ReferenceOps):
         total = (p.sum(-1) * fade).sum(-1) + (sink - last.squeeze(-1)).exp()  # [n, h]
         weights = p.to(q.dtype).mul(fade.unsqueeze(-1)).flatten(2)[..., :t]  # the product is float32
         return (torch.bmm(weights, rows) / total.unsqueeze(-1)).to(q.dtype)
-
-
-def _gather_from(
-    tables: list[Tensor], rows: Int[Tensor, "n t"]
-) -> Callable[[slice, int], Float[Tensor, "q t d"]]:
-    """A function that gives some queries' rows in float32. Where most rows of the tables are read many times over they
-    are converted once, beforehand; a few rows out of a long cache are converted as they come."""
-    if rows.numel() > sum(table.shape[0] for table in tables):
-        whole = torch.cat(tables).float()
-        return lambda some, used: whole.index_select(0, rows[some, :used].flatten()).unflatten(0, (-1, used))
-    near = tables[0]
-
-    def picked(some: slice, used: int) -> Tensor:
-        wanted = rows[some, :used]
-        if len(tables) == 1:
-            return near[wanted].float()
-        in_near = wanted < near.shape[0]
-        parts = near.new_empty((*wanted.shape, near.shape[1]))
-        parts[in_near] = near[wanted[in_near]]
-        parts[~in_near] = tables[1][wanted[~in_near] - near.shape[0]]
-        return parts.float()
-
-    return picked
 
 
 def _columns_used(listed: Tensor) -> int:

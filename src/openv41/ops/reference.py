@@ -11,12 +11,12 @@ Precision is written at both ends: `wide` is the accumulator's precision, `.to(x
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
 from openv41.errors import OpsError
-from openv41.formats import WINDOW, BlockFormat, e2m1_values, split_nibbles, unpack_weight
+from openv41.formats import LATENT, WINDOW, BlockFormat, e2m1_values, split_nibbles, unpack_weight
 from openv41.ops import exact
 
 Numerics = Literal["published", "plain"]
@@ -124,6 +124,12 @@ class ReferenceOps:
     def quantise(self, x: Float[Tensor, "*n k"], form: BlockFormat) -> Float[Tensor, "*n k"]:
         return x if self.plain else form.round(x)
 
+    def store(self, x: Float[Tensor, "*n k"], form: BlockFormat, packed: bool) -> Tensor:
+        return form.to_records(x) if packed else self.quantise(x, form)
+
+    def read(self, rows: Tensor, form: BlockFormat) -> Float[Tensor, "*n k"]:
+        return form.from_records(rows).to(self.dtype) if rows.dtype == torch.uint8 else rows
+
     # Compressed positions
 
     def pool(
@@ -165,9 +171,9 @@ class ReferenceOps:
     def sparse_attention(
         self,
         q: Float[Tensor, "n h d"],
-        near: Float[Tensor, "a d"],
+        near: Shaped[Tensor, "a _"],
         near_rows: Int[Tensor, "n w"],
-        far: Float[Tensor, "b d"] | None,
+        far: Shaped[Tensor, "b _"] | None,
         far_rows: Int[Tensor, "n k"] | None,
         sink: Float[Tensor, "h"],
         scale: float,
@@ -176,9 +182,9 @@ class ReferenceOps:
         attend = self._attend_plain if self.plain else self._attend_blocks
         pieces = []
         for i in range(0, q.shape[0], 32):  # 32 queries' rows at a time, to bound the memory
-            rows, listed = [near[near_rows[i : i + 32].clamp_min(0)]], [near_rows[i : i + 32] >= 0]
+            rows, listed = [self.read(near[near_rows[i : i + 32].clamp_min(0)], WINDOW)], [near_rows[i : i + 32] >= 0]
             if far is not None and far_rows is not None:
-                rows.append(far[far_rows[i : i + 32].clamp_min(0)])
+                rows.append(self.read(far[far_rows[i : i + 32].clamp_min(0)], LATENT))
                 listed.append(far_rows[i : i + 32] >= 0)
             pieces.append(attend(q[i : i + 32], torch.cat(rows, 1), torch.cat(listed, 1), sink, scale))
         return torch.cat(pieces) if pieces else q

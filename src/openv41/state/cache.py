@@ -1,5 +1,6 @@
 """`Cache`: conversations, all that sequences keep between calls."""
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
@@ -10,7 +11,9 @@ from torch import Tensor
 
 from openv41.config import Config
 from openv41.errors import CacheError, CacheFull
+from openv41.formats import INDEX, LATENT, WINDOW, BlockFormat
 from openv41.plan import LayerPlan, plan_layers
+from openv41.state.saving import read_slot, write_slot
 from openv41.state.step import Step
 from openv41.state.tables import Paged, Pages, Ring
 
@@ -28,11 +31,12 @@ class Cache:
     """All that sequences keep between calls, in slots. Nothing else in the model has state.
 
     `slots` sequences share room for `tokens` tokens. `slack` is the longest stretch that `rewind` can take back (the
-    longest draft); with 0 a window ring holds exactly `window_size` rows. `dtype` is the activations' (bf16; float64
-    for plain numerics): what is stored has been rounded to its fp8 or fp4 grid already, which bf16 holds exactly.
+    longest draft); with 0 a window ring holds exactly `window_size` rows. `store`: "wide" keeps rounded rows in the
+    activations' `dtype` (bf16 holds every rounded value; float64 for plain numerics); "packed" keeps records of bytes:
+    528 a window row, 288 a latent, 68 an index key in the released model. Reading gives the same bits either way.
 
     Verbs: `open` a slot, `step` to make the next step, `admit` it (makes room; the model calls it), `extend` (the step
-    has been run; the model calls it), `view` what is kept, `rewind`, `close`.
+    has been run; the model calls it), `view` what is kept, `rewind`, `fork`, `save`, `restore`, `close`.
     """
 
     def __init__(
@@ -44,26 +48,37 @@ class Cache:
         dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "cpu",
         layers: Sequence[LayerPlan] | None = None,
+        store: Literal["wide", "packed"] = "wide",
     ) -> None:
         if slots < 1 or slack < 0 or (tokens is not None and tokens < 1):
             raise CacheError(
                 f"a cache needs at least 1 slot, 1 token and slack 0, got slots={slots}, tokens={tokens}, slack={slack}"
             )
+        if store not in ("wide", "packed"):
+            raise CacheError(f"store must be 'wide' or 'packed', got {store!r}")
+        if store == "packed" and dtype != torch.bfloat16:
+            raise CacheError(f"packed rows are those of published numerics (bf16), got {dtype}: use store='wide'")
         plan = plan_layers(config)[: config.n_layers] if layers is None else tuple(layers)
         self.config, self.slots, self.slack, self.dtype, self.device = config, slots, slack, dtype, device
+        self.store = store
         self.lengths: list[int | None] = [None] * slots
+        self.highest = [0] * slots  # the length that a slot's rings were written up to, rejected tokens included
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         ratios = [row.ratio for row in plan if row.ratio] or [1]
         page = lcm(*ratios, 64, *(r * config.candidate_block_size for r in ratios if config.candidate_block_size))
         tokens = slots * 4096 if tokens is None else tokens
         self.pages = Pages(slots + -(-tokens // page), page, slots, device)
-        self.windows = {
-            row.layer: Ring(slots, config.window_size + slack, config.head_dim, dtype, device) for row in plan
-        }
+
+        def kept(form: BlockFormat, width: int) -> tuple[int, torch.dtype]:
+            return (width, dtype) if store == "wide" else (form.record_bytes(width), torch.uint8)
+
+        window, latent = kept(WINDOW, config.head_dim), kept(LATENT, config.head_dim)
+        key = kept(INDEX, config.index_head_dim)
+        self.windows = {row.layer: Ring(slots, config.window_size + slack, *window, device) for row in plan}
         self.sources = {
             row.layer: SourceState(
-                Paged(self.pages, row.ratio, config.head_dim, dtype, device),
-                Paged(self.pages, row.ratio, config.index_head_dim, dtype, device),
+                Paged(self.pages, row.ratio, *latent, device),
+                Paged(self.pages, row.ratio, *key, device),
                 Ring(slots, slack + row.ratio - 1, 2 * config.head_dim, wide, device) if row.ratio > 1 else None,
             )
             for row in plan
@@ -77,7 +92,7 @@ class Cache:
         """A fresh slot. Raises `CacheFull` when all are in use."""
         for slot, length in enumerate(self.lengths):
             if length is None:
-                self.lengths[slot] = 0
+                self.lengths[slot], self.highest[slot] = 0, 0
                 return slot
         raise CacheFull(f"all {self.slots} slots are in use: close one, or make the cache with more slots")
 
@@ -109,25 +124,48 @@ class Cache:
                 raise CacheError(
                     f"slot {run.slot} would hold {run.end} tokens, the context is {self.config.context}: shorten it"
                 )
-        self.pages.reserve([(run.slot, run.end) for run in step.runs])
+        for old, new in self.pages.reserve([(run.slot, run.start, run.end) for run in step.runs]):
+            for table in self._paged():
+                table.copy_page(old, new)
 
     def extend(self, step: Step) -> None:
         """The step has been run: its tokens now count."""
         for run in step.runs:
             self.lengths[run.slot] = run.end
+            self.highest[run.slot] = max(self.highest[run.slot], run.end)
 
     def rewind(self, slot: int, length: int) -> None:
         """Take back tokens, down to `length`. Everything that a later call reads is then as if they had never been.
 
-        Raises `CacheError` beyond `slack` tokens: the rings no longer hold what the earlier positions need.
+        Raises `CacheError` beyond `slack` tokens before the furthest that the slot ever reached: the rings no longer
+        hold what the earlier positions need.
         """
-        now = self.length(slot)
-        if not max(0, now - self.slack) <= length <= now:
+        now, lowest = self.length(slot), max(0, self.highest[slot] - self.slack)
+        if not lowest <= length <= now:
             raise CacheError(
-                f"slot {slot} holds {now} tokens and can go back {self.slack} at most, not to {length}: "
+                f"slot {slot} holds {now} tokens and can go back to {lowest} at most, not to {length}: "
                 "make the cache with more slack, or start the sequence again"
             )
         self.lengths[slot] = length
+
+    def fork(self, slot: int) -> int:
+        """Another slot that stands where this one does. Full pages are shared until one of the two writes to them."""
+        length = self.length(slot)
+        twin = self.open()
+        self.pages.share(slot, twin)
+        for ring in self.rings().values():
+            ring.table[twin] = ring.table[slot]
+        self.lengths[twin], self.highest[twin] = length, self.highest[slot]
+        return twin
+
+    def save(self, slot: int, path: str | os.PathLike[str]) -> None:
+        """Write a slot to one file, at any position, an open group included. Nothing is left half-written."""
+        write_slot(self, slot, path)
+
+    def restore(self, path: str | os.PathLike[str]) -> int:
+        """A fresh slot with what a file holds. Raises `CacheError` for a file that is foreign, truncated or corrupt,
+        and for one of another configuration or kind of storage; then nothing has changed."""
+        return read_slot(self, path)
 
     def close(self, slot: int) -> None:
         """Forget the slot's sequence and return its pages."""
@@ -142,19 +180,23 @@ class Cache:
         [length // ratio, d]; `keys` [length // ratio, c]; `group` [length % ratio, 2 d], kv then gate."""
         length = self.length(slot)
         if kind == "window" and layer in self.windows:
-            return self.windows[layer].rows_of(slot, range(max(0, length - self.config.window_size), length))
+            held = range(max(0, length - self.config.window_size), length)
+            return self._values(self.windows[layer].rows_of(slot, held), WINDOW)
         if kind in ("latents", "keys", "group") and layer in self.sources:
             source = self.sources[layer]
             ratio = source.latents.ratio
             if kind == "latents":
-                return source.latents.first(slot, length // ratio)
+                return self._values(source.latents.first(slot, length // ratio), LATENT)
             if kind == "keys":
-                return source.keys.first(slot, length // ratio)
+                return self._values(source.keys.first(slot, length // ratio), INDEX)
             if source.group is not None:
                 return source.group.rows_of(slot, range(length - length % ratio, length))
         raise CacheError(
             f"layer {layer} keeps no {kind!r}: every layer keeps window; KV sources keep latents, keys and group"
         )
+
+    def _values(self, rows: Tensor, form: BlockFormat) -> Tensor:
+        return form.from_records(rows).to(self.dtype) if self.store == "packed" else rows
 
     def nbytes(self) -> dict[str, int]:
         """Bytes that the cache's tensors take, by kind."""
@@ -169,6 +211,15 @@ class Cache:
             "tail": self.tail.table.nbytes,
             "pages": self.pages.numbers.nbytes,
         }
+
+    def rings(self) -> dict[str, Ring]:
+        """Every ring by name."""
+        windows = {f"window.{layer}": ring for layer, ring in self.windows.items()}
+        groups = {f"group.{layer}": source.group for layer, source in self.sources.items() if source.group is not None}
+        return {**windows, **groups, "tail": self.tail}
+
+    def _paged(self) -> Iterator[Paged]:
+        return (table for source in self.sources.values() for table in (source.latents, source.keys))
 
     def _open(self) -> Iterator[tuple[int, int]]:
         return ((slot, length) for slot, length in enumerate(self.lengths) if length is not None)

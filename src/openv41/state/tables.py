@@ -17,6 +17,11 @@ class Ring:
         self.size = size
         self.table = torch.zeros(slots, size, width, dtype=dtype, device=device)
 
+    @property
+    def packed(self) -> bool:
+        """Whether rows are records of bytes."""
+        return self.table.dtype == torch.uint8
+
     def push(
         self, step: Step, own: Tensor, back: int
     ) -> tuple[Tensor, Callable[[Int[Tensor, "n w"]], Int[Tensor, "n w"]]]:
@@ -46,6 +51,11 @@ class Ring:
         kept = step.remember(("kept", self.size), last_of_each_run)
         self.table[step.slot[kept], step.position[kept] % self.size] = own[kept].detach().to(self.table.dtype)
 
+    def put(self, slot: int, length: int, rows: Tensor) -> None:
+        """The latest rows of a slot that stands at `length`, oldest first."""
+        positions = torch.arange(length - rows.shape[0], length, device=self.table.device)
+        self.table[slot, positions % self.size] = rows
+
     def rows_of(self, slot: int, positions: Sequence[int] | range) -> Tensor:
         """The rows of these positions of one slot, as they are."""
         return self.table[slot, torch.tensor(list(positions), dtype=torch.int64) % self.size]
@@ -57,34 +67,65 @@ def _joined_rows(step: Step, reach: Reach, positions: Int[Tensor, "n w"]) -> Int
 
 
 class Pages:
-    """Which pages of a pool each slot holds. A page is room for `tokens` tokens in every paged table of the cache."""
+    """Which pages of a pool each slot holds. A page is room for `tokens` tokens in every paged table of the cache.
+
+    Slots may share pages. A shared page is only read: a slot that is about to write to one gets a copy of its own.
+    """
 
     def __init__(self, count: int, tokens: int, slots: int, device: str | torch.device) -> None:
         self.count, self.tokens = count, tokens
         self.free = list(range(count - 1, -1, -1))  # the lowest number is handed out first
+        self.users = [0] * count
         self.held: list[list[int]] = [[] for _ in range(slots)]
         self.numbers = torch.full((slots, count), -1, dtype=torch.int64, device=device)
 
-    def missing(self, slot: int, length: int) -> int:
-        """Pages that the slot lacks to hold `length` tokens."""
-        return max(0, -(-length // self.tokens) - len(self.held[slot]))
-
-    def reserve(self, wanted: Sequence[tuple[int, int]]) -> None:
-        """Room for (slot, length) pairs, all of it or `CacheFull` with nothing taken."""
-        need = sum(self.missing(slot, length) for slot, length in wanted)
+    def reserve(self, wanted: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
+        """Room of their own for slots to write tokens `start` to `end`: (slot, start, end) each; all of it, or
+        `CacheFull` with nothing taken. Returns pages to copy, (from, to), before anything is written."""
+        shared = {slot: self._shared(slot, start, end) for slot, start, end in wanted}
+        need = sum(self._missing(slot, end) + len(shared[slot]) for slot, _, end in wanted)
         if need > len(self.free):
             raise CacheFull(
                 f"the step needs {need} more pages of {self.tokens} tokens, {len(self.free)} of {self.count} are free: "
                 "close a slot, or make the cache with more tokens"
             )
-        for slot, length in wanted:
-            for _ in range(self.missing(slot, length)):
-                page = self.free.pop()
-                self.numbers[slot, len(self.held[slot])] = page
-                self.held[slot].append(page)
+        copies = []
+        for slot, _, end in wanted:
+            for place in shared[slot]:
+                page = self.held[slot][place]
+                if self.users[page] > 1:  # two slots of one step may have shared it: the last one keeps it
+                    self.users[page] -= 1
+                    copies.append((page, self._take(slot, place)))
+            for _ in range(self._missing(slot, end)):
+                self._take(slot, len(self.held[slot]))
+        return copies
+
+    def _missing(self, slot: int, length: int) -> int:
+        return max(0, -(-length // self.tokens) - len(self.held[slot]))
+
+    def _shared(self, slot: int, start: int, end: int) -> list[int]:
+        places = range(start // self.tokens, min(-(-end // self.tokens), len(self.held[slot])))
+        return [place for place in places if self.users[self.held[slot][place]] > 1]
+
+    def _take(self, slot: int, place: int) -> int:
+        page = self.free.pop()
+        self.users[page] = 1
+        self.held[slot][place : place + 1] = [page]
+        self.numbers[slot, place] = page
+        return page
+
+    def share(self, slot: int, twin: int) -> None:
+        """Let `twin`, which holds nothing, hold all pages of `slot` as well."""
+        self.held[twin] = list(self.held[slot])
+        self.numbers[twin] = self.numbers[slot]
+        for page in self.held[slot]:
+            self.users[page] += 1
 
     def release(self, slot: int) -> None:
-        self.free += sorted(self.held[slot], reverse=True)
+        for page in self.held[slot]:
+            self.users[page] -= 1
+            if self.users[page] == 0:
+                self.free.append(page)
         self.free.sort(reverse=True)
         self.held[slot] = []
         self.numbers[slot] = -1
@@ -100,6 +141,11 @@ class Paged:
         self.per_page = pages.tokens // ratio
         self.table = torch.zeros(pages.count * self.per_page, width, dtype=dtype, device=device)
 
+    @property
+    def packed(self) -> bool:
+        """Whether rows are records of bytes."""
+        return self.table.dtype == torch.uint8
+
     def rows(self, slot: Int[Tensor, "n"], index: Int[Tensor, "n k"]) -> Int[Tensor, "n k"]:
         """Row numbers of compressed positions `index` of each token's slot; -1 stays -1."""
         page = self.pages.numbers[slot.unsqueeze(1), (index // self.per_page).clamp_min(0)]
@@ -110,6 +156,15 @@ class Paged:
             self.table[self.rows(groups.slot, groups.index.unsqueeze(1)).squeeze(1)] = values.detach().to(
                 self.table.dtype
             )
+
+    def copy_page(self, old: int, new: int) -> None:
+        size = self.per_page
+        self.table[new * size : (new + 1) * size] = self.table[old * size : (old + 1) * size]
+
+    def put(self, slot: int, values: Tensor) -> None:
+        """The first positions of a slot, as `first` gives them."""
+        index = torch.arange(values.shape[0], device=self.table.device).unsqueeze(0)
+        self.table[self.rows(torch.tensor([slot], device=self.table.device), index).squeeze(0)] = values
 
     def first(self, slot: int, count: int) -> Tensor:
         """A slot's first `count` positions [count, width]: a view where its pages lie side by side, else a copy."""
