@@ -90,3 +90,14 @@ def run_in_pieces(model: Transformer, ids: torch.Tensor, lengths, cache: Cache |
 
 def run_at_once(model: Transformer, ids: torch.Tensor) -> torch.Tensor:
     return model(Step.pack([(0, 0, ids)], wanted="all")).logits
+
+
+def readable(cache: Cache, slot: int) -> dict[str, torch.Tensor]:
+    """Everything that a later call can read of a slot."""
+    kept = {f"window.{layer}": cache.view("window", layer, slot) for layer in cache.windows}
+    for layer, source in cache.sources.items():
+        kinds = ("latents", "keys", "group") if source.group is not None else ("latents", "keys")
+        kept |= {f"{kind}.{layer}": cache.view(kind, layer, slot) for kind in kinds}
+    length = cache.length(slot)
+    kept["tail"] = cache.tail.rows_of(slot, range(max(0, length - cache.config.engram_max_ngram_size + 1), length))
+    return kept

@@ -13,7 +13,7 @@ from openv41.formats import INDEX, LATENT, WINDOW
 from openv41.model.transformer import Transformer
 from openv41.ops import choose
 from openv41.state import Cache
-from tests.small import small_config, small_model, tokens
+from tests.small import readable, small_config, small_model, tokens
 
 CONFIG = small_config()
 STORES = ("wide", "packed")
@@ -23,17 +23,6 @@ PROGRAMS = int(os.environ.get("OPENV41_PROGRAMS", "12"))
 @pytest.fixture(scope="module")
 def model() -> Transformer:
     return small_model(CONFIG, choose("cpu", "reference"), 1)
-
-
-def readable(cache: Cache, slot: int) -> dict[str, torch.Tensor]:
-    """Everything that a later call can read of a slot."""
-    kept = {f"window.{layer}": cache.view("window", layer, slot) for layer in cache.windows}
-    for layer, source in cache.sources.items():
-        kinds = ("latents", "keys", "group") if source.group is not None else ("latents", "keys")
-        kept |= {f"{kind}.{layer}": cache.view(kind, layer, slot) for kind in kinds}
-    length = cache.length(slot)
-    kept["tail"] = cache.tail.rows_of(slot, range(max(0, length - CONFIG.engram_max_ngram_size + 1), length))
-    return kept
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from openv41.config import Config
 from openv41.model.attention import Attention
 from openv41.model.engram import Engram
 from openv41.model.experts import Experts
+from openv41.model.far import Source
 from openv41.model.indexer import IndexKeys
 from openv41.model.layers import RMSNorm
 from openv41.model.streams import HyperConnection, Streams
@@ -21,7 +22,7 @@ class Block(nn.Module):
     def __init__(self, config: Config, layer: int, ops: Ops, index_keys: IndexKeys = "own_keys") -> None:
         super().__init__()
         row = plan_layers(config)[layer]
-        self.tapped = row.tapped
+        self.layer, self.tapped = layer, row.tapped
         self.engram = Engram(config, layer, ops) if row.engram else None
         self.hc_attn = HyperConnection(config, ops)
         self.attn_norm = RMSNorm(config.dim, config.norm_eps, ops)
@@ -45,6 +46,14 @@ class Block(nn.Module):
         x = self.ffn_norm(self.hc_ffn.read(streams))
         y = self.ffn(x, step.image)
         return self.hc_ffn.write(y, streams), sight
+
+    def publish(self, streams: Streams, step: Step, sight: Sight, cache: Cache) -> Sight:
+        """In a KV source: make latents and index keys of all the step's tokens, before the block runs for some."""
+        if not isinstance(self.attn.far, Source):
+            return sight
+        x = self.attn_norm(self.hc_attn.read(streams))
+        state = self.attn.far.publish(x, step, cache)
+        return sight.having(latents=state.latents, keys=state.keys)
 
     def tap(self, streams: Streams) -> Float[Tensor, "n dim"]:
         """The mean of the streams that enter the block: what the draft stages read."""

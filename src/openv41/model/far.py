@@ -14,7 +14,7 @@ from openv41.formats import INDEX, LATENT
 from openv41.model.compressor import Compressor
 from openv41.model.indexer import Indexer, IndexKeys
 from openv41.plan import LayerPlan, last_published
-from openv41.state import Cache, Run, Sight, Step
+from openv41.state import Cache, Run, Sight, SourceState, Step
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,8 @@ class Source:
         self, x: Float[Tensor, "n dim"], qr: Float[Tensor, "n r"], step: Step, sight: Sight, cache: Cache
     ) -> Sight:
         state = cache.sources[self.plan.layer]
-        groups = step.groups(self.plan.ratio)
-        first = groups.index * self.plan.ratio  # a latent stands at the position of its group's first token
-        latents = self.compressor(x, step, state.group)
-        ops = self.indexer.ops
-        state.keys.write(groups, ops.store(self.indexer.keys(latents, first), INDEX, state.keys.packed))
-        turned = ops.rotate(latents, *self.indexer.rotary.at(first), inverse=False)
-        state.latents.write(groups, ops.store(turned, LATENT, state.latents.packed))
+        if sight.latents is not state.latents:  # a half-depth prefill has published them before, for more tokens
+            self.publish(x, step, cache)
         keys = [self._keys(run, cache) for run in step.runs]
         picks = self.indexer(x, qr, step, keys, within=None)
         return sight.having(
@@ -52,6 +47,20 @@ class Source:
             rows=state.latents.rows(step.slot, picks.positions),
             candidates=sight.candidates if picks.blocks is None else picks.blocks,
         )
+
+    def publish(self, x: Float[Tensor, "n dim"], step: Step, cache: Cache) -> SourceState:
+        """Make latents and index keys of the groups that the step completes, and write them."""
+        state = cache.sources[self.plan.layer]
+        groups = step.groups(self.plan.ratio)
+        first = groups.index * self.plan.ratio  # a latent stands at the position of its group's first token
+        latents = self.compressor(x, step, state.group)
+        if step.replay:  # they stand already; at a halo's edge these would be others
+            return state
+        ops = self.indexer.ops
+        state.keys.write(groups, ops.store(self.indexer.keys(latents, first), INDEX, state.keys.packed))
+        turned = ops.rotate(latents, *self.indexer.rotary.at(first), inverse=False)
+        state.latents.write(groups, ops.store(turned, LATENT, state.latents.packed))
+        return state
 
     def _keys(self, run: Run, cache: Cache) -> Float[Tensor, "p c"]:
         layer, count = self.plan.layer, run.end // self.plan.ratio

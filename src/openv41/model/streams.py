@@ -14,7 +14,7 @@ next. `Streams` carries the two together, so a reader need not think of it.
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from openv41.config import Config
@@ -34,6 +34,10 @@ class Streams:
         pre = torch.zeros(x.shape[0], m, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         pre[:, 0] = 1
         return cls(x.unsqueeze(1).repeat(1, m, 1), pre)
+
+    def rows_of(self, rows: Int[Tensor, "kept"]) -> "Streams":
+        """The same for some of the step's tokens only."""
+        return Streams(self.h[rows], self.pre[rows])
 
 
 class HyperConnection(nn.Module):

@@ -1,7 +1,7 @@
 """`Cache`: conversations, all that sequences keep between calls."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Literal
@@ -14,7 +14,7 @@ from openv41.errors import CacheError, CacheFull
 from openv41.formats import INDEX, LATENT, WINDOW, BlockFormat
 from openv41.plan import LayerPlan, plan_layers
 from openv41.state.saving import read_slot, write_slot
-from openv41.state.step import Step
+from openv41.state.step import Run, Step
 from openv41.state.tables import Paged, Pages, Ring
 
 
@@ -105,17 +105,20 @@ class Cache:
     def step(
         self,
         parts: Iterable[tuple[int, Sequence[int] | Tensor]],
-        wanted: Literal["last", "all"] = "last",
+        wanted: Literal["last", "all", "none"] = "last",
         image: Tensor | None = None,
+        prompts: Mapping[int, int] | None = None,
     ) -> Step:
-        """The next tokens of some slots, (slot, ids) each, at the positions where the slots stand."""
+        """The next tokens of some slots, (slot, ids) each, at the positions where the slots stand. See `Step.pack`."""
         placed = [(slot, self.length(slot), ids) for slot, ids in parts]
-        return Step.pack(placed, wanted, image, self.device)
+        return Step.pack(placed, wanted, image, self.device, prompts)
 
     def admit(self, step: Step) -> None:
         """Check that the step continues its slots, and make room for it: all or nothing, before anything is written."""
         for run in step.runs:
-            if run.start != self.length(run.slot):
+            if step.replay:
+                self._admit_replay(run)
+            elif run.start != self.length(run.slot):
                 raise CacheError(
                     f"the step continues slot {run.slot} at position {run.start}, which stands at "
                     f"{self.length(run.slot)}: rewind it, or make the step with cache.step"
@@ -130,9 +133,16 @@ class Cache:
 
     def extend(self, step: Step) -> None:
         """The step has been run: its tokens now count."""
-        for run in step.runs:
+        for run in step.runs if not step.replay else ():
             self.lengths[run.slot] = run.end
             self.highest[run.slot] = max(self.highest[run.slot], run.end)
+
+    def _admit_replay(self, run: Run) -> None:
+        if run.end != self.length(run.slot):
+            raise CacheError(
+                f"a replay of slot {run.slot} ends at position {run.end}, the slot stands at {self.length(run.slot)}: "
+                "replay the latest tokens"
+            )
 
     def rewind(self, slot: int, length: int) -> None:
         """Take back tokens, down to `length`. Everything that a later call reads is then as if they had never been.

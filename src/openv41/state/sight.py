@@ -29,6 +29,15 @@ class Sight:
     def having(self, **changes: Any) -> "Sight":
         return replace(self, **changes)
 
+    def rows_of(self, rows: Int[Tensor, "kept"]) -> "Sight":
+        """The same for some of the step's tokens only."""
+
+        def some(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[rows]
+
+        per_token = {"picks": some(self.picks), "rows": some(self.rows), "ngrams": some(self.ngrams)}
+        return self.having(**per_token, candidates=some(self.candidates))
+
     def source(self) -> tuple[Paged, Paged]:
         """Latents and index keys of the latest KV source."""
         if self.latents is None or self.keys is None:

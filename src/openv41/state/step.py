@@ -1,7 +1,7 @@
 """`Step`: one call, `n` tokens of any mixture of sequences, and what can be worked out from their positions alone."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -20,6 +20,13 @@ class Run:
     start: int
     length: int
     first: int
+    prompt: int = 0
+    """Where the prompt ends that this run is a piece of; 0 if it ends with the run."""
+
+    @property
+    def stop(self) -> int:
+        """The position behind the last token that is known to come: the prompt's end, or the run's."""
+        return max(self.end, self.prompt)
 
     @property
     def end(self) -> int:
@@ -61,7 +68,9 @@ class Step:
     """One call: `n` packed tokens. A prompt, a chunk, one decoded token a sequence, a draft, or all at once.
 
     Fields (int64): ids [n]; slot [n]; position [n]; start [n], the position at which the token's run starts; the runs;
-    `wanted` [j], rows whose logits are asked for; `image` [n], true where the token is part of an image.
+    `wanted` [j], rows whose logits are asked for; `image` [n], true where the token is part of an image; `floor` [n],
+    the first position whose window row the token may see (0 but in a halo, see `latest`). `replay`: the tokens have
+    been run before, and their latents and index keys stand; only rings are to be written again.
     Make one with `Step.pack` (or `Cache.step`, which knows the positions).
     """
 
@@ -72,19 +81,25 @@ class Step:
     runs: tuple[Run, ...]
     wanted: Int[Tensor, "j"]
     image: Bool[Tensor, "n"]
+    floor: Int[Tensor, "n"]
+    replay: bool = False
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def pack(
         cls,
         parts: Iterable[tuple[int, int, Sequence[int] | Tensor]],
-        wanted: Literal["last", "all"] = "last",
+        wanted: Literal["last", "all", "none"] = "last",
         image: Bool[Tensor, "n"] | None = None,
         device: str | torch.device = "cpu",
+        prompts: Mapping[int, int] | None = None,
+        replay: bool = False,
     ) -> "Step":
         """A step from (slot, start position, ids) parts, one a slot.
 
-        `wanted`: "last" asks for the logits of each run's last token, "all" for every token's.
+        `wanted`: "last" asks for the logits of each run's last token, "all" for every token's, "none" for none.
+        `prompts`: for slots whose part is a piece of a longer prompt, the position at which the prompt ends. The
+        upper layers then run only what can still matter there; "last" asks nothing of a piece that is not the last.
         Raises `InputError` for an empty part, a slot named twice, a negative start, or nothing at all.
         """
         runs: list[Run] = []
@@ -98,7 +113,7 @@ class Step:
                 raise InputError(f"a part's start position must be 0 or more, got {start}")
             if any(run.slot == slot for run in runs):
                 raise InputError(f"slot {slot} has two parts in one step: join them, or take two steps")
-            runs.append(Run(slot, start, piece.numel(), first))
+            runs.append(Run(slot, start, piece.numel(), first, (prompts or {}).get(slot, 0)))
             ids.append(piece)
             first += piece.numel()
         if not runs:
@@ -107,15 +122,57 @@ class Step:
         firsts = torch.tensor([run.first for run in runs], device=device).repeat_interleave(lengths)
         start_of = torch.tensor([run.start for run in runs], device=device).repeat_interleave(lengths)
         rows = torch.arange(first, device=device)
+        asked = {
+            "last": torch.tensor([r.first + r.length - 1 for r in runs if r.stop == r.end], dtype=torch.int64),
+            "all": rows,
+            "none": rows[:0],
+        }[wanted]
         return cls(
             ids=torch.cat(ids),
             slot=torch.tensor([run.slot for run in runs], device=device).repeat_interleave(lengths),
             position=rows - firsts + start_of,
             start=start_of,
             runs=tuple(runs),
-            wanted=lengths.cumsum(0) - 1 if wanted == "last" else rows,
+            wanted=asked.to(device),
             image=torch.zeros(first, dtype=torch.bool, device=device) if image is None else image,
+            floor=torch.zeros(first, dtype=torch.int64, device=device),
+            replay=replay,
         )
+
+    def latest(self, reach: int) -> tuple["Step", Int[Tensor, "kept"]] | None:
+        """The tokens among the last `reach` before each run's stop: a step of their own, and their rows of this one.
+
+        They see no window row from before the first of them: that is the edge of a halo. None if no token is left.
+        """
+        kept = [(run, min(run.length, max(0, run.end - (run.stop - reach)))) for run in self.runs]
+        if all(count == run.length for run, count in kept):
+            return self, torch.arange(len(self), device=self.device)
+        runs: list[Run] = []
+        rows = []
+        for run, count in kept:
+            if count:
+                first = sum(r.length for r in runs)
+                runs.append(replace(run, start=run.end - count, length=count, first=first))
+                rows.append(torch.arange(run.first + run.length - count, run.first + run.length, device=self.device))
+        if not runs:
+            return None
+        row = torch.cat(rows)
+        cut = torch.cat([self.start.new_full((run.length,), max(0, run.stop - reach)) for run in runs])
+        start = torch.cat([self.start.new_full((run.length,), run.start) for run in runs])
+        place = self.start.new_full((len(self),), -1)
+        place[row] = torch.arange(len(row), device=self.device)
+        wanted = place[self.wanted]
+        return Step(
+            ids=self.ids[row],
+            slot=self.slot[row],
+            position=self.position[row],
+            start=start,
+            runs=tuple(runs),
+            wanted=wanted[wanted >= 0],
+            image=self.image[row],
+            floor=torch.maximum(self.floor[row], cut),
+            replay=self.replay,
+        ), row
 
     def __len__(self) -> int:
         return self.ids.shape[0]
@@ -127,6 +184,10 @@ class Step:
     @cached_property
     def longest(self) -> int:
         return max(run.length for run in self.runs)
+
+    def stop_of_rows(self) -> Int[Tensor, "n"]:
+        """For each token, its run's `stop`."""
+        return torch.cat([self.start.new_full((run.length,), run.stop) for run in self.runs])
 
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:
         """`make()`, worked out once a step: forty layers ask for the same row numbers."""
@@ -165,7 +226,7 @@ class Step:
     def _window(self, width: int) -> Int[Tensor, "n w"]:
         here = self.position.unsqueeze(1)
         seen = (here - width + 1).clamp_min(0) + torch.arange(width, device=self.device)
-        return seen.masked_fill(seen > here, -1)
+        return seen.masked_fill((seen > here) | (seen < self.floor.unsqueeze(1)), -1)
 
     def groups(self, ratio: int) -> Groups:
         """The groups of `ratio` tokens whose last token is in this step."""
