@@ -137,16 +137,15 @@ class Generation:
     def _advance(self, parts: Parts, pace: Pace) -> Iterator[Event]:
         """One step, and the next id of every sequence whose prompt is through."""
         begin = time.perf_counter()
-        step = self.cache.step(parts)
+        step = self.cache.step(parts, prompts={slot: len(self.requests[slot].ids) for slot, _ in parts})
         with torch.no_grad():
             logits = self.transformer(step, self.cache).logits
-        slots = {row: slot for row, (slot, _) in enumerate(parts) if self._is_ready(slot)}
-        asked = [self.requests[slot] for slot in slots.values()]
-        generators = [self.generators[slot] for slot in slots.values()]
-        ids = sample(logits[list(slots)], [request.sampling for request in asked], generators) if slots else []
+        slots = [slot for slot, _ in parts if self._is_ready(slot)]  # the others' prompts go on: no logits of theirs
+        samplings = [self.requests[slot].sampling for slot in slots]
+        ids = sample(logits, samplings, [self.generators[slot] for slot in slots]) if slots else []
         pace.seconds += time.perf_counter() - begin
         pace.tokens += len(step)
-        for slot, id in zip(slots.values(), ids, strict=True):
+        for slot, id in zip(slots, ids, strict=True):
             yield Event(slot, id, self._take(slot, id))
 
     def _is_ready(self, slot: int) -> bool:

@@ -14,7 +14,7 @@ from openv41.errors import CacheError, CacheFull
 from openv41.formats import INDEX, LATENT, WINDOW, BlockFormat
 from openv41.plan import LayerPlan, plan_layers
 from openv41.state.saving import read_slot, write_slot
-from openv41.state.step import Run, Step
+from openv41.state.step import Step
 from openv41.state.tables import Paged, Pages, Ring
 
 
@@ -115,10 +115,10 @@ class Cache:
 
     def admit(self, step: Step) -> None:
         """Check that the step continues its slots, and make room for it: all or nothing, before anything is written."""
+        if step.replay:
+            return self._admit_replay(step)
         for run in step.runs:
-            if step.replay:
-                self._admit_replay(run)
-            elif run.start != self.length(run.slot):
+            if run.start != self.length(run.slot):
                 raise CacheError(
                     f"the step continues slot {run.slot} at position {run.start}, which stands at "
                     f"{self.length(run.slot)}: rewind it, or make the step with cache.step"
@@ -137,12 +137,13 @@ class Cache:
             self.lengths[run.slot] = run.end
             self.highest[run.slot] = max(self.highest[run.slot], run.end)
 
-    def _admit_replay(self, run: Run) -> None:
-        if run.end != self.length(run.slot):
-            raise CacheError(
-                f"a replay of slot {run.slot} ends at position {run.end}, the slot stands at {self.length(run.slot)}: "
-                "replay the latest tokens"
-            )
+    def _admit_replay(self, step: Step) -> None:
+        for run in step.runs:
+            if run.end != self.length(run.slot):
+                raise CacheError(
+                    f"a replay of slot {run.slot} ends at position {run.end}, the slot stands at "
+                    f"{self.length(run.slot)}: replay the latest tokens"
+                )
 
     def rewind(self, slot: int, length: int) -> None:
         """Take back tokens, down to `length`. Everything that a later call reads is then as if they had never been.
@@ -166,6 +167,18 @@ class Cache:
         for ring in self.rings().values():
             ring.table[twin] = ring.table[slot]
         self.lengths[twin], self.highest[twin] = length, self.highest[slot]
+        return twin
+
+    def branch(self, slot: int, length: int) -> int:
+        """Another slot that holds the first `length` tokens of this one: latents and index keys, in shared pages.
+
+        Its rings are empty. They can be made anew by a replay of the latest tokens: see `openv41.generate.prefix`.
+        """
+        if not 0 <= length <= self.length(slot):
+            raise CacheError(f"slot {slot} holds {self.length(slot)} tokens, a branch of {length} was asked for")
+        twin = self.open()
+        self.pages.share(slot, twin, -(-length // self.pages.tokens))
+        self.lengths[twin] = self.highest[twin] = length
         return twin
 
     def save(self, slot: int, path: str | os.PathLike[str]) -> None:

@@ -135,7 +135,7 @@ class Step:
             runs=tuple(runs),
             wanted=asked.to(device),
             image=torch.zeros(first, dtype=torch.bool, device=device) if image is None else image,
-            floor=torch.zeros(first, dtype=torch.int64, device=device),
+            floor=start_of if replay else torch.zeros_like(start_of),  # a replay's rings are empty
             replay=replay,
         )
 

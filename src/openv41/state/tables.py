@@ -114,11 +114,11 @@ class Pages:
         self.numbers[slot, place] = page
         return page
 
-    def share(self, slot: int, twin: int) -> None:
-        """Let `twin`, which holds nothing, hold all pages of `slot` as well."""
-        self.held[twin] = list(self.held[slot])
-        self.numbers[twin] = self.numbers[slot]
-        for page in self.held[slot]:
+    def share(self, slot: int, twin: int, count: int | None = None) -> None:
+        """Let `twin`, which holds nothing, hold the first `count` pages of `slot` as well, or all of them."""
+        self.held[twin] = self.held[slot][:count]
+        for place, page in enumerate(self.held[twin]):
+            self.numbers[twin, place] = page
             self.users[page] += 1
 
     def release(self, slot: int) -> None:
