@@ -1,0 +1,5 @@
+"""Where the recorded cases lie."""
+
+from pathlib import Path
+
+GOLDEN = Path(__file__).parents[1] / "golden"

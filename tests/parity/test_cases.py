@@ -1,0 +1,227 @@
+"""Every recorded case, under each set of operations; and that each comparison is able to fail."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from golden_folder import GOLDEN
+from torch import Tensor
+
+from openv41.ops.cpu import CpuOps
+from openv41.parity import Folder, Result, ops_named, select
+from openv41.parity.cases import run_case
+
+SETS = ("cpu", "reference")
+CASES = [
+    pytest.param(
+        case.group, case.name, id=f"{case.group}-{case.name}", marks=[pytest.mark.slow] * (case.group == "model")
+    )
+    for case in select(Folder(GOLDEN))
+    if case.group != "real"
+]
+SKIPPED = {"vision": "vision tower", "image_prompt": "vision tower"}
+
+
+def run(folder: Folder, group: str, name: str, ops: str = "cpu") -> Result:
+    (case,) = select(folder, [group], [name])
+    return run_case(case, ops_named(ops))
+
+
+@pytest.mark.parametrize("ops", SETS)
+@pytest.mark.parametrize(("group", "name"), CASES)
+def test_case(golden: Folder, group: str, name: str, ops: str) -> None:
+    result = run(golden, group, name, ops)
+    reason = SKIPPED.get(group) or SKIPPED.get(name)
+    if reason:
+        assert (result.status, reason in result.text) == ("SKIP", True), result
+    else:
+        assert result.status == "PASS", result.text
+        assert result.findings or "reported" in result.text or "weights" in result.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ops", SETS)
+def test_released_sizes(golden: Folder, ops: str) -> None:
+    result = run(golden, "real", "layers_20_24", ops)
+    assert result.status == "PASS", result.text
+    assert len(result.findings) > 30
+
+
+# Negative controls: one value changed in one recorded tensor
+
+
+def changed(value: Tensor, at: int = -1) -> Tensor:
+    """The tensor with one value (of an already defined entry) made another, well beyond any tolerance."""
+    flat = value.clone().flatten()
+    defined = flat.isfinite() if flat.is_floating_point() else torch.ones_like(flat, dtype=torch.bool)
+    place = int(defined.nonzero()[at])
+    if flat.dtype == torch.bool:
+        flat[place] = ~flat[place]
+    elif flat.is_floating_point():
+        flat[place] = flat[place].float() + 4 * flat[defined].float().abs().max() + 1
+    elif flat.dtype == torch.uint8:
+        flat[place] = flat[place] ^ 0x46
+    else:
+        flat[place] += 1
+    return flat.view_as(value)
+
+
+CONTROLS = {
+    ("rope", "table_compress"): "cos sin",
+    ("rope", "apply_bfloat16_4d"): "forward inverse",
+    ("rope", "apply_float32_3d"): "forward inverse",
+    ("quant", "fp8_32_ue8m0_edge"): "q scale qdq",
+    ("quant", "fp8_64_fp32scale_edge"): "q scale qdq",
+    ("quant", "fp4_32_e8m0_edge"): "q scale qdq",
+    ("quant", "fp4_16_e4m3_edge"): "q scale qdq",
+    ("quant", "gemm_fp8_a"): "a_q a_scale out_float32 out_bfloat16",
+    ("quant", "gemm_fp4_b"): "a_q a_scale out_float32 out_bfloat16",
+    ("sparse_attn", "holes"): "out",
+    ("compressor", "ratio2_len7"): "prefill_out decode_out decode_produced",
+    ("compressor", "ratio1_len1"): "prefill_out decode_out decode_produced",
+    ("indexer", "own_keys_ratio2"): "k_cache prefill_q prefill_scores prefill_idx decode_35_scores decode_36_idx",
+    ("indexer", "candidates_prefill_partial"): "mask",
+    ("indexer", "candidates_decode_wide"): "mask",
+    ("window", "prefill_idx_w16_n17"): "idx",
+    ("window", "decode_idx_w16_p17"): "idx",
+    ("window", "ring_prefill13"): "y ring_after_prefill ring_after_step1 ring_after_step4 ring_end",
+    ("block", "hc_split_sinkhorn_20"): "pre post comb",
+    ("block", "hc_pre_post"): "mix_pre mix_post mix_comb hc_pre hc_post",
+    ("block", "block_image"): "y next_pre_mix",
+    ("block", "gate_sqrtsoftplus_image"): "indices weights",
+    ("block", "expert_fp4_limit0.5"): "y y_routed",
+    ("block", "moe"): "y_text y_image",
+    ("block", "engram_hash_small"): "hash_prefill hash_decode primes offsets multipliers",
+    ("block", "engram_hash_released"): "hash_prefill hash_decode primes offsets multipliers",
+    ("block", "engram_text"): "y",
+}
+PAIRS = [(group, name, key) for (group, name), keys in CONTROLS.items() for key in keys.split()]
+
+
+@pytest.mark.parametrize(("group", "name", "key"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
+def test_one_changed_value_fails(remade: Callable[..., Folder], group: str, name: str, key: str) -> None:
+    def change(case: str, at: str, value: Tensor) -> Tensor:
+        if (case, at) != (name, key):
+            return value
+        if key.endswith("idx") and group == "indexer":
+            return untied_pick(value, torch.zeros(value.shape[:2], dtype=torch.bool))
+        return changed(value, 0 if key.startswith("ring_after") else -1)
+
+    result = run(remade(group, (), change), group, name)
+    assert result.status == "FAIL" and key.partition("_")[0] in result.text, result.text
+
+
+def test_changed_rows_of_an_open_group_fail(remade: Callable[..., Folder]) -> None:
+    """Of what a group keeps only the rows of its own tokens count; the others are left from the group before."""
+    for row, fails in ((0, True), (1, False)):
+        for what in ("kv_state_after_prefill", "score_state_after_prefill"):
+
+            def change(case: str, key: str, value: Tensor, what: str = what, row: int = row) -> Tensor:
+                if (case, key) == ("ratio2_len7", what):
+                    value[:, row] += 1
+                return value
+
+            result = run(remade("compressor", (), change), "compressor", "ratio2_len7")
+            assert (result.status == "FAIL") == fails, result.text
+
+
+def failing(result: Result) -> set[str]:
+    return {finding.what for finding in result.findings if not finding.passed}
+
+
+def untied_pick(picks: Tensor, tied: Tensor) -> Tensor:
+    """Recorded picks with one of them moved, in the last row that has no tie."""
+    row = (~tied[-1]).nonzero()[-1]
+    picks = picks.clone()
+    free = set(range(int(picks[-1, row, 0]), int(picks[-1, row, -1]))) - set(picks[-1, row].flatten().tolist())
+    picks[-1, row, 0] = min(free)
+    return picks
+
+
+@pytest.mark.parametrize("name", ["fp8_as_written", "bf16_own_keys"])
+def test_each_changed_tensor_of_a_stack_fails(remade: Callable[..., Folder], golden: Folder, name: str) -> None:
+    case = golden.find("stack", name)
+    assert case is not None
+    skipped = ("x.", "w.", "tie.", "end.kv_state", "end.score_state", "prefill.kv_state", "prefill.score_state")
+    keys = {key for key in case.tensors if not key.startswith(skipped)}
+
+    def change(at: str, key: str, value: Tensor) -> Tensor:
+        if at != name or key not in keys:
+            return value
+        if key.startswith("idx_"):
+            tied = case[f"tie.{key[-1]}"]
+            return untied_pick(value, tied[:, :50] if "prefill" in key else tied[:, 50:])
+        return changed(value, 0 if key.startswith("candidates") else -1)
+
+    result = run(remade("stack", (), change), "stack", name)
+    assert keys <= failing(result), keys - failing(result)
+
+
+@pytest.mark.slow
+def test_each_changed_tensor_of_a_model_fails(remade: Callable[..., Folder]) -> None:
+    keys = {"block_outputs", "block_pre_mix", "main_hidden", "logits", "greedy_next"}
+
+    def change(at: str, key: str, value: Tensor) -> Tensor:
+        return changed(value) if at == "short_own_keys" and key in keys else value
+
+    names = ("short_as_written", "short_own_keys")
+    result = run(remade("model", names, change), "model", "short_own_keys")
+    expected = {"block_outputs.5", "block_pre_mix.5", "main_hidden", "logits from the last block", "greedy_next"}
+    assert expected <= failing(result), failing(result)
+
+
+@pytest.mark.slow
+def test_each_changed_tensor_of_released_sizes_fails(remade: Callable[..., Folder], golden: Folder) -> None:
+    (case,) = golden.groups["real"]
+    keys = {key for key in case.tensors if key != "kept_rows" and "tie" not in key}
+
+    def change(at: str, key: str, value: Tensor) -> Tensor:
+        if "idx" in key:  # three of the row's picks become others: two may be
+            value = value.clone()
+            row = value[0, 4 if "rows" in key else 0]
+            row[:3] = row.max() + torch.arange(1, 4, dtype=value.dtype)
+            return value
+        if key.endswith(("y_rows.20", "y_rows.24")):
+            value = value.clone()
+            value[0, 0, 7] += 1
+            return value
+        return changed(value, 0 if ".scores." in key else -1) if key in keys else value
+
+    result = run(remade("real", (), change), "real", case.name)
+    assert keys <= failing(result), keys - failing(result)
+
+
+# Negative controls: a fault in the operations
+
+
+class Unrounded(CpuOps):
+    def quantise(self, x, form):  # noqa: ANN001, ANN201
+        return x
+
+
+class Unturned(CpuOps):
+    def rotate(self, x, cos, sin, inverse=False):  # noqa: ANN001, ANN201
+        return x if inverse else super().rotate(x, cos, sin, inverse)
+
+
+class Highest(CpuOps):
+    def pick(self, scores, visible, k):  # noqa: ANN001, ANN201
+        return super().pick(scores.neg(), visible, k)
+
+
+@pytest.mark.parametrize("fault", [Unrounded, Unturned, Highest])
+def test_a_fault_in_an_operation_fails(golden: Folder, fault: type[CpuOps]) -> None:
+    case = golden.find("stack", "fp8_as_written")
+    assert case is not None
+    assert run_case(case, fault()).status == "FAIL"
+
+
+def test_the_published_fault_is_told_from_its_repair(remade: Callable[..., Folder]) -> None:
+    """Taken for the other one, each of the two ways to keep index keys fails."""
+    for was, now in (("as_written", "own_keys"), ("own_keys", "as_written")):
+
+        def swap(entry: dict, now: str = now) -> None:
+            entry["config"]["own_keys"] = now == "own_keys"
+
+        result = run(remade("stack", (), edit=swap), "stack", f"fp8_{was}")
+        assert result.status == "FAIL" and "idx_decode.1" in failing(result)
