@@ -38,7 +38,7 @@ test: check
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal --durations=10 $(ARGS)
 
 bench: $(READY)
-	$(BIN)/openv41 bench $(ARGS)
+	$(BIN)/openv41 bench $(or $(NAME),attention) $(ARGS)
 
 # A folder without its .complete was interrupted: write it anew.
 $(TINY)/.complete: | $(READY)

@@ -1,0 +1,231 @@
+"""`openv41 bench`: what is compared and counted. How fast anything is belongs in benchmarks/, not here."""
+
+import json
+
+import pytest
+import torch
+
+from openv41.bench import BENCHMARKS, attention, find
+from openv41.bench.layer import continued, fill, held_tensors, operations, twin, values, work
+from openv41.bench.measure import measure, readers
+from openv41.cli import main
+from openv41.config import Config
+from openv41.errors import InputError
+from openv41.model.attention import Attention
+from openv41.ops import choose
+from openv41.ops.cpu import CpuOps
+from openv41.state import Step
+
+CONFIG, LAYER = Config.tiny(), 6  # a re-scorer; 16 picks, a window of 16
+SHORT = ["bench", "attention", "--threads", "1", "--position", "40", "--prompt", "24", "--repeats", "1"]
+TOKEN = {"token_ms", "read_ms", "read_gb_s", "token_over_read"}
+PROMPT = {"prompt_ms", "prompt_gflop", "prompt_gflop_s", "product_gflop_s", "prompt_share"}
+REFERENCE = {"token_reference_ms", "token_factor", "tail_ms", "tail_reference_ms", "tail_factor"}
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(attention, "released_layer", lambda: (CONFIG, LAYER))
+
+
+@torch.no_grad()
+def layer_of(**options) -> Attention:
+    layer = Attention(CONFIG, LAYER, choose("cpu", "cpu", **options))
+    fill(layer)
+    return layer
+
+
+# The command
+
+
+def test_alone_it_lists_the_benchmarks(capsys):
+    assert main(["bench"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [b.name for b in BENCHMARKS]
+    assert main(["bench", "--json"]) == 0
+    assert [one["name"] for one in json.loads(capsys.readouterr().out)] == [b.name for b in BENCHMARKS]
+
+
+def test_a_name_that_is_none_is_told_with_the_nearest():
+    with pytest.raises(InputError, match="did you mean attention"):
+        find("attentoin")
+
+
+def test_json_has_the_machine_the_agreement_and_the_figures(tiny, capsys):
+    assert main([*SHORT, "--json"]) == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert told["machine"]["threads"] == 1
+    assert told["settings"] == {
+        "ops": "cpu", "weights": "cached", "position": 40, "prompt": 24, "repeats": 1, "reference": True
+    }  # fmt: skip
+    agreement = told["agreement"]
+    assert agreement["passed"] and not agreement["failures"] and agreement["equal"] >= 0.99
+    assert agreement["compared"] > 0
+    assert told["figures"].keys() == TOKEN | PROMPT | REFERENCE
+    assert told["figures"]["token_ms"]["timing"]["repeats"] == 4
+    assert told["figures"]["token_over_read"]["aim"]
+    assert "comparing" in err and "timing" in err
+
+
+def test_text_shows_the_figures(tiny, capsys):
+    assert main([*SHORT, "--skip-reference", "--weights", "stored"]) == 0
+    out = capsys.readouterr().out
+    assert "token over reading" in out and "share of that rate" in out and "torch" in out
+    assert "over the reference" not in out
+
+
+def test_the_reference_may_be_timed_itself(tiny, capsys):
+    assert main([*SHORT, "--ops", "reference", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["figures"].keys() == TOKEN | PROMPT
+    assert told["agreement"]["equal"] == told["agreement"]["equal_at_the_end"] == 1
+
+
+@pytest.mark.parametrize("prompt", ["1", "4", "5"])
+def test_short_prompts_are_compared_too(tiny, capsys, prompt):
+    short = ["bench", "attention", "--prompt", prompt, "--position", "0", "--repeats", "1", "--skip-reference"]
+    assert main([*short, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["agreement"]["passed"]
+
+
+class Louder(CpuOps):
+    def linear(self, x, weight, scale):
+        return (super().linear(x, weight, scale).float() * 1.02).to(x.dtype)
+
+
+class Nearest(CpuOps):
+    def pick(self, scores, visible, k):
+        return super().pick(torch.arange(scores.shape[1]).to(scores.dtype).expand_as(scores), visible, k)
+
+
+class Sinkless(CpuOps):
+    def sparse_attention(self, q, near, near_rows, far, far_rows, sink, scale):
+        return super().sparse_attention(q, near, near_rows, far, far_rows, sink - 50, scale)
+
+
+class LateInLongPrompts(CpuOps):
+    """Right for the few tokens that are compared by operation, wrong in a prompt."""
+
+    def grouped_linear(self, x, weight, scale):
+        y = super().grouped_linear(x, weight, scale)
+        return y.roll(1, 0) if len(y) > 8 else y
+
+
+@pytest.mark.parametrize("wrong", [Louder, Nearest, Sinkless, LateInLongPrompts])
+def test_operations_that_differ_get_no_figure(tiny, monkeypatch, capsys, wrong):
+    right = choose
+    monkeypatch.setattr(attention, "choose", lambda *a, **o: wrong() if a[1] == "cpu" else right(*a, **o))
+    assert main([*SHORT, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["figures"] == {} and told["agreement"]["failures"] and not told["agreement"]["passed"]
+    assert main(SHORT) == 1
+    out = capsys.readouterr().out
+    assert "DIFFERS" in out and "no figures" in out
+    assert not {"ms", "GB/s", "GFLOP/s", "GFLOP"} & set(out.split())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nothing"],
+        ["attention", "--ops", "hopper"],
+        ["attention", "--weights", "int3"],
+        ["attention", "--ops", "reference", "--weights", "bf16"],
+        ["attention", "--threads", "0"],
+        ["attention", "--repeats", "0"],
+        ["attention", "--repeats", "many"],
+        ["attention", "--prompt", "-5"],
+        ["attention", "--position", "-1"],
+        ["attention", "--position", "1048576"],
+        ["attention", "--prompt", "1048577"],
+    ],
+)
+def test_bad_arguments_end_with_2(arguments, capsys):
+    try:
+        code = main(["bench", *arguments])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert not capsys.readouterr().out
+
+
+# What is run
+
+
+def test_the_layer_is_the_one_that_was_asked_for():
+    config, number = attention.released_layer()
+    assert (config, number) == (Config.released(), 24)
+    layer = Attention(config, number, choose("cpu", "cpu"))
+    assert sum(p.numel() for name, p in layer.named_parameters() if not name.endswith(".scale")) == 132_024_128
+
+
+def test_operations_are_counted_by_the_rows_there_are():
+    config, number = attention.released_layer()
+    layer = Attention(config, number, choose("cpu", "cpu"))
+    step = Step.pack([(0, 0, torch.zeros(1000))])
+    picks = torch.arange(512).expand(1000, 512)
+    picks = picks.masked_fill(picks > step.position.unsqueeze(1), -1)
+    counted = operations(layer, step, picks, config)
+    rows = sum(min(t, 128) + min(t, 512) for t in range(1, 1001))
+    assert counted["attention"] == 2 * 2 * 64 * 512 * rows
+    assert counted["index"] == 2 * 32 * 128 * sum(range(1, 1001))
+    assert counted["projections"] == 2 * 1000 * (132_024_128 - 1280 - 512 - 64)  # less norms and sinks
+    assert round(sum(counted.values()) / 1e9) == 334
+
+
+@torch.no_grad()
+def test_work_repeats_itself_to_the_bit():
+    layer = layer_of(weights="cached")
+    piece = work(layer, CONFIG, values("token", 1, CONFIG.dim), 40)
+    (first, sight), (again, _) = piece(layer), piece(layer)
+    assert torch.equal(first, again)
+    assert (sight.picks >= 0).sum() == CONFIG.index_topk and first.isfinite().all() and first.abs().amax() > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("start", [5, 16, 30])
+def test_the_last_rows_alone_are_those_of_the_whole_prompt(start):
+    layer = layer_of()
+    judge = twin(layer, CONFIG, choose("cpu", "reference"))
+    x = values("prompt", 34, CONFIG.dim)
+    whole, sight = work(judge, CONFIG, x, 0)(judge)
+    y, seen = continued(judge, CONFIG, x, start)(judge)
+    assert torch.equal(y, whole[start:]) and torch.equal(seen.picks, sight.picks[start:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("weights", "size"), [("stored", 1), ("bf16", 2), ("fp32", 4)])
+def test_what_is_held_is_what_products_read(weights, size):
+    layer = layer_of(weights=weights)
+    held = list(held_tensors(layer))
+    assert layer.wq_b.weight.numel() * size in [tensor.nbytes for tensor in held]
+    kept = sum(tensor.nbytes for tensor in held)
+    stored = sum(parameter.nbytes for parameter in layer.parameters())
+    assert kept == stored if weights == "stored" else kept > stored
+    if weights != "stored":
+        values_of = layer.ops.values(layer.wq_b.weight, layer.wq_b.scale)
+        assert any(tensor is values_of for tensor in held)
+        assert not any(tensor.dtype == torch.float8_e4m3fn for tensor in held)
+
+
+# How it is measured
+
+
+def test_calls_take_turns_and_warm_ups_do_not_count():
+    called = []
+    times = measure({"a": lambda: called.append("a"), "b": lambda: called.append("b")}, repeats=3, warm_up=2)
+    assert called == ["a", "b"] * 5
+    assert times.keys() == {"a", "b"}
+    for timing in times.values():
+        assert timing.repeats == 3 and timing.fastest <= timing.median <= timing.slowest
+
+
+def test_readers_read_every_byte(rng):
+    tensors = [torch.randn(shape, generator=rng) for shape in ((8, 1024), (3, 7))]
+    tensors += [torch.randint(256, (5,), generator=rng).to(torch.uint8)]  # no whole number of words
+    read = readers(tensors)
+    floats = [float(tensor.double().sum()) for tensor in tensors]
+    assert [float(part.double().sum()) for part in read["float32 sums"]()] == pytest.approx(floats, abs=1e-2)
+    assert [float(part.double().sum()) for part in read["float32 products"]()] == pytest.approx(floats, abs=1e-2)
+    words = [tensors[0].view(torch.int64).sum(), tensors[1].view(torch.uint8).sum(), tensors[2].sum()]
+    assert read["int64 sums"]() == words
