@@ -450,8 +450,10 @@ def _check_engram(config: Config) -> None:
     rule = f"have one entry per layer of engram_layer_ids ({layers})"
     _require(len(rows) == layers, "engram_num_embeddings", rows, rule, "add or remove entries")
     # Asked first, so that a wrong number of heads is told at once instead of after a search for a million primes.
-    rule = f"be at least {size - 1} sizes x {heads} heads x engram_vocab_size ({base}) in every layer"
-    _require(min(rows) >= (size - 1) * heads * base, "engram_num_embeddings", rows, rule, "correct one of these")
+    hashes = (size - 1) * heads
+    least = hashes * base + hashes * (hashes - 1) // 2  # they differ
+    rule = f"be at least {least} in every layer ({size - 1} sizes x {heads} heads, from engram_vocab_size {base} on)"
+    _require(min(rows) >= least, "engram_num_embeddings", rows, rule, "correct one of these")
     sums = tuple(sum(map(sum, layer)) for layer in engram_primes(layers, size - 1, heads, base))
     rule = f"be the sums of each layer's primes {sums}"
     _require(rows == sums, "engram_num_embeddings", rows, rule, "write these, or correct engram_vocab_size")

@@ -82,6 +82,26 @@ def test_hits_at_any_length_give_the_logits_of_a_cold_run(store: str, model: Tra
 
 
 @torch.no_grad()
+def test_a_half_depth_prefill_goes_on_from_a_hit(model: Transformer, seed: int) -> None:
+    """The rest of the prompt is long enough that the upper layers skip some of it, or short enough that they do not."""
+    ids = tokens(CONFIG, 150, seed).tolist()
+    cache = Cache(CONFIG, 3, 600, slack=1)
+    slot = cache.open()
+    model(cache.step([(slot, ids[:60])]), cache)
+    kept = PrefixStore(model, cache, limit=1)
+    kept.keep(slot, ids[:60])
+    for length in (150, 63, 33):
+        begun, reused = kept.begin(ids[:length])
+        assert reused == min(60, length - 1)
+        got = model(cache.step([(begun, ids[reused:length])]), cache).logits
+        alone = Cache(CONFIG, 1, length, slack=1)
+        assert torch.equal(got, model(alone.step([(alone.open(), ids[:length])]), alone, prefill="full").logits)
+        for name, rows in readable(alone, 0).items():
+            assert torch.equal(readable(cache, begun)[name], rows), name
+        cache.close(begun)
+
+
+@torch.no_grad()
 def test_bounded_replay_is_exact_while_it_reaches_the_start_and_close_after(model: Transformer, seed: int) -> None:
     ids = tokens(CONFIG, 200, seed).tolist()
     errors = {}
@@ -119,5 +139,5 @@ def test_the_oldest_prompt_makes_room_and_nothing_leaks(model: Transformer, seed
     assert len(cache.pages.free) == cache.pages.count and cache.lengths == [None] * 3
     with pytest.raises(InputError, match="ids were given"):
         kept.keep(cache.open(), [1, 2])
-    with pytest.raises(InputError, match="exact or bounded"):
-        PrefixStore(model, cache, limit=1, replay="some")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="at least 1 prompt"):
+        PrefixStore(model, cache, limit=0)

@@ -17,7 +17,7 @@ from tests.small import readable, small_config, small_model, tokens
 
 CONFIG = small_config()
 STORES = ("wide", "packed")
-PROGRAMS = int(os.environ.get("OPENV41_PROGRAMS", "12"))
+PROGRAMS = int(os.environ.get("OPENV41_PROGRAMS", "80"))
 
 
 @pytest.fixture(scope="module")

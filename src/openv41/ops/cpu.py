@@ -106,8 +106,9 @@ class CpuOps(ReferenceOps):
         if not self.caches:
             return self._dequantise(weight, scale, dtype)
         held = self.held.get(weight)
-        if held is None or held[0] != (weight._version, dtype):
-            held = ((weight._version, dtype), self._dequantise(weight, scale, dtype))
+        state = (_version(weight), _version(scale), dtype)
+        if held is None or held[0] != state:
+            held = (state, self._dequantise(weight, scale, dtype))
             self.held[weight] = held
         return held[1]
 
@@ -193,7 +194,7 @@ class CpuOps(ReferenceOps):
             rows = torch.cat((near_rows, far_rows + near.shape[0]), 1)
             listed = torch.cat((listed, far_rows >= 0), 1)
             tables.append(far)
-        gather = self._gather_from(tables, rows.where(listed, 0))
+        gather = self._gather_from(tables, rows.where(listed, -1))
         result = torch.empty_like(q)
         for first in range(0, q.shape[0], QUERIES):
             some = slice(first, first + QUERIES)
@@ -209,16 +210,26 @@ class CpuOps(ReferenceOps):
         forms = (WINDOW, LATENT)[: len(tables)]
         if rows.numel() > sum(table.shape[0] for table in tables):
             read = [self.read(table, form) for table, form in zip(tables, forms, strict=True)]
-            whole = torch.cat(read).float()
-            return lambda some, used: whole.index_select(0, rows[some, :used].flatten()).unflatten(0, (-1, used))
+            nothing = read[0].new_zeros(1, read[0].shape[1])  # row -1
+            whole = torch.cat((*read, nothing)).float()
+            index = rows.where(rows >= 0, len(whole) - 1)
+
+            def taken(some: slice, used: int) -> Tensor:
+                wanted = index[some, :used]
+                return whole.index_select(0, wanted.flatten()).view(*wanted.shape, whole.shape[1])
+
+            return taken
         border = tables[0].shape[0]
 
         def picked(some: slice, used: int) -> Tensor:
             wanted = rows[some, :used]
             if len(tables) == 1:
-                return self.read(tables[0][wanted], WINDOW).float()
-            in_near = wanted < border
-            near = self.read(tables[0][wanted[in_near]], WINDOW)
+                values = self.read(tables[0][wanted.clamp_min(0)], WINDOW)
+                return values.masked_fill(wanted.unsqueeze(-1) < 0, 0).float()
+            in_near = wanted < border  # row -1 among them
+            from_near = wanted[in_near]
+            near = self.read(tables[0][from_near.clamp_min(0)], WINDOW)
+            near = near.masked_fill(from_near.unsqueeze(-1) < 0, 0)
             values = near.new_empty((*wanted.shape, near.shape[-1]))
             values[in_near] = near
             values[~in_near] = self.read(tables[1][wanted[~in_near] - border], LATENT)
@@ -245,6 +256,11 @@ def _columns_used(listed: Tensor) -> int:
     """Columns of a list up to the last one that any query uses: the rest names no rows."""
     used = listed.any(0).nonzero()
     return int(used[-1]) + 1 if len(used) else 0
+
+
+def _version(tensor: Tensor | None) -> int:
+    """Counts the changes in place. Tensors of inference mode do not count: they are taken to stay as they are."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def round_activation(x: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:

@@ -120,6 +120,11 @@ def softplus(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     return (wide.clamp_min(0.0) + s * _polynomial(ATANH_TERMS, s * s)).float()
 
 
+def sqrt(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """The correctly rounded square root. By way of float64: the float32 root of a vector library may be a bit off."""
+    return x.double().sqrt().float()
+
+
 def rsqrt(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """1 / sqrt(x) by the two operations that IEEE 754 rounds correctly."""
-    return 1.0 / x.sqrt()
+    """1 / sqrt(x), both rounded to float32 as published."""
+    return 1.0 / sqrt(x)

@@ -103,7 +103,7 @@ class ReferenceOps:
 
     def inverse_rms(self, x: Float[Tensor, "*n k"], eps: float) -> Float[Tensor, "*n 1"]:
         squares = self.sum(wide(x).square()) / x.shape[-1]
-        return exact.rsqrt(squares + eps).unsqueeze(-1)
+        return (1.0 / self.sqrt(squares + eps)).unsqueeze(-1)
 
     def rotate(
         self,
@@ -186,7 +186,9 @@ class ReferenceOps:
             if far is not None and far_rows is not None:
                 rows.append(self.read(far[far_rows[i : i + 32].clamp_min(0)], LATENT))
                 listed.append(far_rows[i : i + 32] >= 0)
-            pieces.append(attend(q[i : i + 32], torch.cat(rows, 1), torch.cat(listed, 1), sink, scale))
+            known = torch.cat(listed, 1)
+            values = torch.cat(rows, 1).masked_fill(~known.unsqueeze(-1), 0)  # -1 is nothing, whatever row 0 holds
+            pieces.append(attend(q[i : i + 32], values, known, sink, scale))
         return torch.cat(pieces) if pieces else q
 
     def _attend_plain(self, q: Tensor, rows: Tensor, listed: Tensor, sink: Tensor, scale: float) -> Tensor:
@@ -270,7 +272,7 @@ class ReferenceOps:
         elif function == "sigmoid":
             scores = self.sigmoid(logits)
         else:
-            scores = self.softplus(logits).sqrt()
+            scores = self.sqrt(self.softplus(logits))
         chosen = (scores + bias).sort(descending=True, stable=True).indices[:, :k]
         weights = scores.gather(1, chosen)
         return weights / (self.sum(weights).unsqueeze(1) + 1e-20) * scale, chosen
@@ -328,7 +330,7 @@ class ReferenceOps:
         h, key = wide(streams), wide(keys)
         agreement = self.sum(h * weight * key).unsqueeze(-1)  # [n, m, 1]
         agreement = agreement * self.inverse_rms(h, eps) * self.inverse_rms(key, eps) * h.shape[-1] ** -0.5
-        root = agreement.abs().clamp_min(1e-6).sqrt()
+        root = self.sqrt(agreement.abs().clamp_min(1e-6))
         gate = self.sigmoid(torch.copysign(root, agreement)) * open[:, None, None]
         return (h + gate * wide(value).unsqueeze(1)).to(streams.dtype)
 
@@ -336,6 +338,9 @@ class ReferenceOps:
 
     def exp(self, x: Tensor) -> Tensor:
         return x.exp() if self.plain else exact.exp(x)
+
+    def sqrt(self, x: Tensor) -> Tensor:
+        return x.sqrt() if self.plain else exact.sqrt(x)
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid() if self.plain else exact.sigmoid(x)
@@ -370,7 +375,7 @@ def _take(table: Tensor, rows: Int[Tensor, "n"]) -> Tensor:
     return table.view(torch.uint8)[rows].view(table.dtype)
 
 
-def ascending(order: Int[Tensor, "n k"], visible: Int[Tensor, "n"], k: int) -> Int[Tensor, "n k"]:
+def ascending(order: Int[Tensor, "n _"], visible: Int[Tensor, "n"], k: int) -> Int[Tensor, "n k"]:
     """Picks in position order; those beyond `visible` become -1 and stand last, and so do missing columns up to k."""
     beyond = torch.iinfo(order.dtype).max
     order = order.masked_fill(order >= visible.unsqueeze(1), beyond).sort(-1).values
