@@ -69,12 +69,16 @@ def test_the_maximum_may_come_in_any_block(scene) -> None:
 
 
 def test_probabilities_are_rounded_to_bf16_but_not_in_the_denominator() -> None:
-    """Two entries, the second with e^-1/8 of the first one's weight; both numbers by hand."""
+    """One entry of weight 1 and value 0, and 62 of weight 0.5018 and value 1: bf16 has 0.5."""
     q, table = torch.zeros(1, 1, 32), torch.zeros(2, 32)
-    q[0, 0, 0], table[1, 0], table[1, 1], table[0, 1] = 1.0, -0.125, 1.0, 0.0
-    out = attend(q.bfloat16(), table.bfloat16(), torch.tensor([[0, 1]]), torch.tensor([-torch.inf]), scale=1.0)
-    p = torch.tensor(-0.125).exp()
-    assert out[0, 0, 1] == (p.bfloat16().float() / (1 + p)).bfloat16()
+    q[0, 0, 0], table[1, 0], table[1, 1] = 1.0, -1.0, 1.0
+    out = OPS.sparse_attention(
+        q.bfloat16(), table.bfloat16(), torch.tensor([[0] + [1] * 62]), None, None, torch.tensor([-torch.inf]),
+        -math.log(0.5018),
+    )  # fmt: skip
+    right, both, neither = 62 * 0.5 / (1 + 62 * 0.5018), 62 * 0.5 / (1 + 62 * 0.5), 62 * 0.5018 / (1 + 62 * 0.5018)
+    short = torch.tensor([right, both, neither]).bfloat16().tolist()
+    assert out[0, 0, 1].item() == short[0] and short[0] not in short[1:]
 
 
 @pytest.mark.parametrize("numerics", ["published", "plain"])
@@ -241,12 +245,10 @@ def test_negative_products_are_cut_before_they_are_weighted(ops: ReferenceOps) -
 
 
 def test_index_scores_round_each_share_to_bf16_and_the_sum_once() -> None:
-    q = torch.tensor([[[1.0] * 32, [1.0] * 32, [1.0] * 32]]).bfloat16()
-    keys = torch.full((1, 32), 1.5).bfloat16()  # every product is 48
-    weights = torch.tensor([[1.0, 1 / 256, 1.0078125]]).bfloat16()
-    shares = [48.0, 0.1875, float(torch.tensor(48 * 1.0078125).bfloat16())]
-    assert shares[2] != 48 * 1.0078125
-    assert OPS.index_scores(q, weights, keys).item() == float(torch.tensor(sum(shares)).bfloat16())
+    """Three shares of 48 x 1.0078125 = 48.375, which is 48.5 in bf16; 145.5 is 146, where 145.125 would be 145."""
+    q, keys = torch.ones(1, 3, 32).bfloat16(), torch.full((1, 32), 1.5).bfloat16()
+    weights = torch.full((1, 3), 1.0078125).bfloat16()
+    assert OPS.index_scores(q, weights, keys).item() == 146.0
 
 
 def test_index_scores_are_near_the_float64_formula(rng: torch.Generator) -> None:
