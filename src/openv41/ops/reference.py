@@ -328,7 +328,7 @@ class ReferenceOps:
         eps: float,
     ) -> Float[Tensor, "n m dim"]:
         h, key = wide(streams), wide(keys)
-        agreement = self.sum(h * weight * key).unsqueeze(-1)  # [n, m, 1]
+        agreement = self.sum(h * weight * key).unsqueeze(-1) + 0.0  # [n, m, 1]; no agreement is +0, never -0
         agreement = agreement * self.inverse_rms(h, eps) * self.inverse_rms(key, eps) * h.shape[-1] ** -0.5
         root = self.sqrt(agreement.abs().clamp_min(1e-6))
         gate = self.sigmoid(torch.copysign(root, agreement)) * open[:, None, None]
