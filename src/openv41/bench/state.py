@@ -8,6 +8,8 @@ import resource
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from time import perf_counter
 
 import torch
@@ -156,30 +158,37 @@ def _bounded(model: Transformer, progress: Callable[[str], None]) -> Iterator[Fi
 
 
 def _released(progress: Callable[[str], None]) -> Iterator[Figure]:
-    """A source, a reader and a re-scorer at the released sizes on packed caches, one token and one chunk of each."""
+    """A source, a reader and a re-scorer at the released sizes on packed caches, one token and one chunk of each. A
+    process each, since what is told is the most memory that the process ever held."""
+    for number in (20, 21, 24):
+        progress(f"layer {number} on {KNOWN:,} positions: a token and a chunk of {CHUNK:,}")
+        with ProcessPoolExecutor(1, get_context("spawn")) as alone:
+            yield from alone.submit(_released_layer, number, torch.get_num_threads()).result()
+
+
+@torch.no_grad()
+def _released_layer(number: int, threads: int) -> list[Figure]:
+    torch.set_num_threads(threads)
     config = Config.released()
     plan = plan_layers(config)
-    for number in (20, 21, 24):
-        role = plan[number].role.value
-        progress(f"layer {number} ({role}) on {KNOWN:,} positions: a token and a chunk of {CHUNK:,}")
-        layer = Attention(config, number, choose("cpu", "cpu", weights="cached"))
-        fill(layer)
-        cache = Cache(config, 1, KNOWN + CHUNK + 64, layers=[plan[n] for n in sorted({20, number})], store="packed")
-        slot = _fill_packed(cache, KNOWN)
-        for name, count in (("token", 1), ("chunk", CHUNK)):
-            step = cache.step([(slot, [0] * count)])
-            cache.admit(step)
-            sight = _handed_down(cache, step, config)
-            x = torch.randn(count, config.dim, generator=torch.Generator().manual_seed(count)).to(torch.bfloat16)
-            before, begin = _peak(), perf_counter()
-            layer(x, step, sight, cache)
-            took, peak = perf_counter() - begin, _peak() - before
-            what = f"layer {number}, {role}: " + ("a token" if count == 1 else f"a chunk of {count:,}")
-            note = f"{peak / 2**20:,.0f} MiB more at the peak"
-            yield Figure(f"layer_{number}_{name}_ms", what, took * 1e3, "ms", note=note)
-        held = {kind: size for kind, size in cache.nbytes().items() if kind in ("latents", "keys", "window")}
-        total = sum(held.values()) / 2**20
-        yield Figure(f"layer_{number}_mib", f"layer {number}: latents, keys and windows held", total, "MiB")
+    layer = Attention(config, number, choose("cpu", "cpu", weights="cached"))
+    fill(layer)
+    cache = Cache(config, 1, KNOWN + CHUNK + 64, layers=[plan[n] for n in sorted({20, number})], store="packed")
+    slot = _fill_packed(cache, KNOWN)
+    figures = []
+    for name, count in (("token", 1), ("chunk", CHUNK)):
+        step = cache.step([(slot, [0] * count)])
+        cache.admit(step)
+        sight = _handed_down(cache, step, config)
+        x = torch.randn(count, config.dim, generator=torch.Generator().manual_seed(count)).to(torch.bfloat16)
+        layer(x[:1], step, sight, cache) if count == 1 else None  # keeps the weights
+        begin = perf_counter()
+        layer(x, step, sight, cache)
+        what = f"layer {number}, {plan[number].role.value}: " + ("a token" if count == 1 else f"a chunk of {count:,}")
+        took, note = (perf_counter() - begin) * 1e3, f"{_peak() / 2**20:,.0f} MiB at the process's peak"
+        figures.append(Figure(f"layer_{number}_{name}_ms", what, took, "ms", note=note))
+    held = sum(size for kind, size in cache.nbytes().items() if kind in ("latents", "keys", "window")) / 2**20
+    return [*figures, Figure(f"layer_{number}_mib", f"layer {number}: latents, keys and windows held", held, "MiB")]
 
 
 def _fill_packed(cache: Cache, length: int) -> int:
@@ -196,8 +205,9 @@ def _fill_packed(cache: Cache, length: int) -> int:
     config = cache.config
     for source in cache.sources.values():
         count = length // source.latents.ratio
-        source.latents.put(slot, LATENT.to_records(rows(count, config.head_dim)))
-        source.keys.put(slot, INDEX.to_records(rows(count, config.index_head_dim)))
+        pieces = [min(8192, count - first) for first in range(0, count, 8192)]  # the peak is to be the layer's
+        source.latents.put(slot, torch.cat([LATENT.to_records(rows(n, config.head_dim)) for n in pieces]))
+        source.keys.put(slot, torch.cat([INDEX.to_records(rows(n, config.index_head_dim)) for n in pieces]))
     for ring in cache.windows.values():
         ring.put(slot, length, WINDOW.to_records(rows(config.window_size, config.head_dim)))
     return slot

@@ -29,6 +29,9 @@ IndexKeys = Literal["own_keys", "as_written"]
 SCORE_BYTES = 256 << 20
 """Default byte budget of the scores, and what they are made of, that exist at a time."""
 
+SIZES = 1024
+"""Positions are scored up to a multiple of this; those that a token does not see are not picked."""
+
 
 @dataclass(frozen=True)
 class Picks:
@@ -95,10 +98,13 @@ class Indexer(nn.Module):
                 count = int(seen.max())
                 if count == 0:
                     continue
+                # To a multiple, so that the pieces' tensors have few sizes: an allocator cannot put ever larger ones
+                # where smaller ones were, and the process would grow by all of them.
+                scored = min(known.shape[0], -(-count // SIZES) * SIZES)
                 scores = None
                 if count > self.all_picked or self.always_score:
                     inside = None if within is None else within[piece]
-                    scores = self.scores(q[piece], weights[piece], known[:count], inside)
+                    scores = self.scores(q[piece], weights[piece], known[:scored], inside)
                 positions[piece] = self._pick(scores, seen, positions.shape[1])
                 if blocks is not None:
                     kept = self._keep(scores, seen)

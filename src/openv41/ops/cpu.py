@@ -15,10 +15,13 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 from openv41.errors import OpsError
-from openv41.formats import LATENT, WINDOW
+from openv41.formats import LATENT, WINDOW, BlockFormat
 from openv41.ops.reference import LIST_BLOCK, NO_SCORE, Numerics, ReferenceOps, ascending, wide
 
 Weights = Literal["stored", "cached", "bf16", "fp32"]
+
+DECODED = 8192
+"""Records that are decoded at a time."""
 
 QUERIES = 16
 """Queries that attention gathers rows for at a time: 21 MB of float32 rows in the released model."""
@@ -74,6 +77,12 @@ class CpuOps(ReferenceOps):
         turned = x.clone()
         turned[..., x.shape[-1] - width :] = super().rotate(x[..., x.shape[-1] - width :], cos, sin, inverse)
         return turned
+
+    def read(self, rows: Tensor, form: BlockFormat) -> Float[Tensor, "*n k"]:
+        """Records of a large table are decoded some at a time: that takes several times the memory of its result."""
+        if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.shape[0] <= DECODED:
+            return super().read(rows, form)
+        return torch.cat([super(CpuOps, self).read(some, form) for some in rows.split(DECODED)])
 
     # Linear maps: activation and weight rounded to their grids, then one product
 
