@@ -22,10 +22,15 @@ def model() -> Transformer:
 
 @torch.no_grad()
 def run(
-    model: Transformer, prompts: Sequence[torch.Tensor], pieces: Sequence[Sequence[int]], prefill: str, slack: int = 0
+    model: Transformer,
+    prompts: Sequence[torch.Tensor],
+    pieces: Sequence[Sequence[int]],
+    prefill: str,
+    slack: int = 0,
+    store: str = "wide",
 ) -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]], Counter]:
     """Prompts fed in pieces whose end is known: last logits and those of three more tokens, state, tokens by layer."""
-    cache = Cache(model.config, len(prompts), sum(map(len, prompts)) + 8 * len(prompts), slack)
+    cache = Cache(model.config, len(prompts), sum(map(len, prompts)) + 8 * len(prompts), slack, store=store)
     slots = [cache.open() for _ in prompts]
     ends = {slot: len(ids) for slot, ids in zip(slots, prompts, strict=True)}
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]
@@ -74,7 +79,8 @@ def test_in_chunks_and_ragged_batches(model: Transformer, seed: int) -> None:
     prompts = [tokens(CONFIG, n, seed + n) for n in (70, 33, 5)]
     full = run(model, prompts, [[70], [33], [5]], "full")
     for pieces in ([[70], [33], [5]], [[30, 25, 15], [32, 1], [5]], [[64, 6], [7, 7, 7, 7, 5], [2, 3]]):
-        assert_same(full, run(model, prompts, pieces, "halo"))
+        for store in ("wide", "packed"):
+            assert_same(full, run(model, prompts, pieces, "halo", store=store))
 
 
 def test_the_work_is_what_the_halo_says(model: Transformer, seed: int) -> None:
