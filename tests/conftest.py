@@ -34,9 +34,10 @@ hypothesis.settings.load_profile("openv41")
 
 class AsWritten(MetaPathFinder):
     """Finds some modules ahead of the import hook: the kernels, whose source Triton reads, so that nothing may wrap
-    them; and the exact sums, which the reference calls thousands of times a step (their callers are checked)."""
+    them; the exact sums, which the reference calls thousands of times a step (their callers are checked); and
+    `explain`, which makes a function for each of the model's edges whenever it records, and each would be wrapped."""
 
-    PACKAGES = ("openv41.ops.kernels", "openv41.ops.exact")
+    PACKAGES = ("openv41.ops.kernels", "openv41.ops.exact", "openv41.explain")
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -7,7 +7,7 @@ from openv41 import formats
 from openv41.config import Config, engram_primes
 from openv41.model.transformer import Transformer
 from openv41.ops import Ops
-from openv41.state import Cache, Step
+from openv41.state import Cache, Picture, Step
 
 
 def small_config(**changes) -> Config:
@@ -20,10 +20,22 @@ def small_config(**changes) -> Config:
         n_activated_experts=2, original_seq_len=256, rope_factor=4, engram_layer_ids=(0, 2), engram_max_ngram_size=3,
         engram_n_heads=2, engram_head_dim=32, engram_vocab_size=50, engram_compressed_vocab_size=48,
         engram_num_embeddings=tuple(sum(map(sum, layer)) for layer in primes), vision_n_layers=0,
-        dspark_block_size=0, dspark_target_layer_ids=(), dspark_noise_token_id=0, image_token_id=95,
+        vision_dim=32, vision_n_heads=2, vision_inter_dim=32, vision_patch_size=2, vision_max_n_token=40,
+        vision_min_pixels=64, image_token_id=95, dspark_block_size=0, dspark_target_layer_ids=(),
+        dspark_noise_token_id=0,
     )  # fmt: skip
     values.update(changes)
     return Config.released().replace(**values)
+
+
+def drafting_config(**changes) -> Config:
+    """The same with a draft: two stages, blocks of three tokens, the taps of the three upper layers."""
+    values = dict(
+        n_mtp_layers=2, compress_ratios=(0, 2, 2, 1, 1, 1, 0, 0), dspark_block_size=3, dspark_noise_token_id=94,
+        dspark_target_layer_ids=(3, 4, 5), dspark_markov_rank=32, dspark_n_routed_experts=3,
+        dspark_n_activated_experts=1,
+    )  # fmt: skip
+    return small_config(**(values | changes))
 
 
 @torch.no_grad()
@@ -49,7 +61,7 @@ def fill_randomly(module: nn.Module, seed: int) -> None:
         else:
             if leaf in ("weight", "q_weight", "k_weight") and parameter.dim() == (2 if leaf != "weight" else 1):
                 value = 1 + normal(parameter.shape, 0.2)
-            elif "embed" in name:
+            elif "embed" in name and "patch_embed" not in name:
                 value = normal(parameter.shape, 1.0)
             elif leaf == "fn" or parameter.dim() > 1:
                 value = normal(parameter.shape, parameter.shape[-1] ** -0.5)
@@ -69,6 +81,18 @@ def small_model(config: Config, ops: Ops, seed: int = 0, index_keys: str = "own_
     if model.lookback is not None:
         model.lookback.token_map.copy_(torch.arange(config.vocab_size) // 2 % config.engram_compressed_vocab_size)
     return model
+
+
+def seeing_config(**changes) -> Config:
+    """The same with a tower of two layers, whose patches have 2 x 2 pixels."""
+    return small_config(**(dict(vision_n_layers=2) | changes))
+
+
+def picture_of(config: Config, rows: int, columns: int, seed: int) -> Picture:
+    size = config.vision_patch_size
+    generator = torch.Generator().manual_seed(seed)
+    patches = torch.rand(rows * columns, 3, size, size, generator=generator).mul(2).sub(1).bfloat16()
+    return Picture(patches, rows, columns)
 
 
 def tokens(config: Config, count: int, seed: int) -> torch.Tensor:
@@ -95,6 +119,7 @@ def run_at_once(model: Transformer, ids: torch.Tensor) -> torch.Tensor:
 def readable(cache: Cache, slot: int) -> dict[str, torch.Tensor]:
     """Everything that a later call can read of a slot."""
     kept = {f"window.{layer}": cache.view("window", layer, slot) for layer in cache.windows}
+    kept |= {f"draft.{layer}": cache.view("draft", layer, slot) for layer in cache.drafts}
     for layer, source in cache.sources.items():
         kinds = ("latents", "keys", "group") if source.group is not None else ("latents", "keys")
         kept |= {f"{kind}.{layer}": cache.view(kind, layer, slot) for kind in kinds}

@@ -9,19 +9,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 import openv41
 from openv41 import api
-from openv41.api import KEPT_FOR_LATER, Assistant, load
+from openv41.api import Assistant, load
 from openv41.config import SpecialIds
 from openv41.errors import CheckpointError, ConfigError, InputError, OpsError
+from openv41.generate.loop import Generation
+from openv41.inputs.image import read_picture
 from openv41.inputs.tokenizer import Tokenizer, compress_vocabulary
 from openv41.model.transformer import Transformer
 from openv41.ops import choose
 from openv41.state import Step
-from openv41.texts import Piece, Prompt
+from openv41.texts import Piece, Prompt, Stream
 from openv41.weights.load import Checkpoint, load_into
 from openv41.weights.tiny import write_tiny
+from tests.drafts import Oracle, drafted_by
 
 PROMPTS = ["def fibonacci(n):", "What is a token?", "Où"]
 
@@ -61,7 +65,7 @@ def copy(tiny: Path, tmp_path: Path) -> Path:
 def test_a_model_made_on_no_device_is_the_model_made_in_memory(tiny: Path, reference: Assistant) -> None:
     config, ops = reference.config, choose("cpu", "reference")
     plain = Transformer(config, ops)
-    load_into(plain, Checkpoint.open(tiny), without=KEPT_FOR_LATER)
+    load_into(plain, Checkpoint.open(tiny))
     assert plain.lookback is not None
     plain.lookback.token_map = compress_vocabulary(Tokenizer.open(tiny), config.vocab_size)
     step = Step.pack([(0, 0, list(range(3, 30)))], wanted="all")
@@ -70,19 +74,13 @@ def test_a_model_made_on_no_device_is_the_model_made_in_memory(tiny: Path, refer
     assert not any(tensor.is_meta for tensor in (*reference.transformer.parameters(), *reference.transformer.buffers()))
 
 
-def test_every_tensor_is_loaded_or_named_as_kept_for_later(tiny: Path, reference: Assistant) -> None:
-    kept = set(reference.kept_for_later)
-    assert kept == {name for name in Checkpoint.open(tiny).specs if name.startswith(KEPT_FOR_LATER)}
-    roots = {name.split(".")[0] for name in kept}
-    assert roots == {"mtp", "vision", "aligner", "image_start", "image_newline", "image_end"}
-
-
-def test_tensors_kept_for_later_are_checked_all_the_same(copy: Path) -> None:
+@pytest.mark.parametrize("name", ["mtp.0.main_norm.weight", "vision.norm.weight", "image_end"])
+def test_no_tensor_is_left_out(copy: Path, name: str) -> None:
     index = copy / "model.safetensors.index.json"
     document = json.loads(index.read_text())
-    document["weight_map"].pop("mtp.0.main_norm.weight")
+    document["weight_map"].pop(name)
     index.write_text(json.dumps(document))
-    with pytest.raises(CheckpointError, match="mtp.0.main_norm.weight"):
+    with pytest.raises(CheckpointError, match=name):
         load(copy)
 
 
@@ -162,7 +160,7 @@ def test_threads_are_set(tiny: Path) -> None:
 def test_progress_is_told(tiny: Path) -> None:
     told: list[tuple[str, int, int]] = []
     load(tiny, progress=lambda *news: told.append(news))
-    assert told[-1][1] == told[-1][2] and not any(name.startswith("mtp.") for name, _, _ in told)
+    assert told[-1][1] == told[-1][2] and {name for name, _, _ in told} == Checkpoint.open(tiny).specs.keys()
 
 
 def test_free_memory_is_a_number_of_bytes() -> None:
@@ -207,6 +205,32 @@ def test_a_stop_text_may_straddle_tokens(reference: Assistant, free: list[Piece]
     [ended] = stream.completions
     assert shown == ended.text == text[: text.index(stop)]
     assert ended.finish_reason == "stop" and ended.ids == tuple(piece.id for piece in free[: len(ended.ids)])
+
+
+def test_a_stop_text_across_the_border_of_a_draft(reference: Assistant, free: list[Piece]) -> None:
+    """Whether its ids come from one draft, from two, or with a model's own id between them: the same pieces."""
+    at = next(i for i in range(1, 6) if free[i].text.strip() and free[i + 1].text.strip())
+    stop = free[at].text[-1] + free[at + 1].text[0]
+    prompt = Prompt(PROMPTS[0], max_new_tokens=8, stop=stop)
+    request = prompt.encode(reference.tokenizer, reference.config)
+    text = [*request.ids, *[piece.id for piece in free]]
+    pieces = []
+    for right in (None, 0, 1, 2, 3, 5):
+        oracle = Oracle([text], reference.config.vocab_size, lambda slot, round, right=right: right)
+        speculation = None if right is None else drafted_by(oracle)
+        eos = reference.tokenizer.special.eos
+        generation = Generation(reference.transformer, [request], eos, speculation=speculation)
+        pieces.append(list(Stream(reference.tokenizer, [prompt], generation)))
+    assert pieces[0][-1].finish_reason == "stop"
+    assert all(other == pieces[0] for other in pieces)
+
+
+def test_drafts_change_no_text(reference: Assistant, free: list[Piece]) -> None:
+    text = "".join(piece.text for piece in free)
+    for draft in ("off", 2, 5):
+        assert reference.generate(PROMPTS[0], draft=draft, max_new_tokens=8).text == text
+    with pytest.raises(InputError, match="draft must be at most 5"):
+        reference.stream(PROMPTS[0], draft=6)
 
 
 def test_a_stop_text_that_does_not_come_changes_nothing(reference: Assistant, free: list[Piece]) -> None:
@@ -301,3 +325,38 @@ def test_the_door_opens_without_torch() -> None:
     code = "import sys, openv41; dir(openv41); openv41.Config; openv41.plan_layers; assert 'torch' not in sys.modules"
     source = str(Path(__file__).parent.parent / "src")
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": source})
+
+
+# Images
+
+
+def test_images_in_a_prompt(reference: Assistant, fast: Assistant, tmp_path: Path) -> None:
+    """A path, bytes and a picture made before are the same image; another image is another prompt."""
+    noise = Image.effect_noise((70, 50), 60)
+    noise.save(tmp_path / "noise.png")
+    path, data = tmp_path / "noise.png", (tmp_path / "noise.png").read_bytes()
+    made = read_picture(path, fast.config)
+    sources = [path, str(path), data, made]
+    prompts = [Prompt("What is <image>?", max_new_tokens=4, images=[source]) for source in sources]
+    completions = fast.generate(prompts)
+    assert len({completion.text for completion in completions}) == 1
+    assert completions[0].prompt_tokens == len(fast.tokenizer.encode("What is ")) + made.tokens(3) + 1
+    alone = fast.generate(prompts[3])
+    assert alone.prompt_tokens == completions[3].prompt_tokens
+    text = Prompt("What is <image>?", max_new_tokens=4)
+    assert fast.generate(text).prompt_tokens == len(fast.tokenizer.encode(text.text))
+
+
+def test_a_bad_image_is_told_before_anything_runs(fast: Assistant, tmp_path: Path) -> None:
+    good = Prompt("plain", max_new_tokens=2)
+    with pytest.raises(InputError, match="nowhere.png cannot be read"):
+        fast.stream([good, Prompt("<image>", images=[tmp_path / "nowhere.png"])])
+    with pytest.raises(InputError, match="the image is no image that can be read"):
+        fast.stream(Prompt("<image>", images=[b"text"]))
+    assert fast.generate(good).tokens == 2
+
+
+@pytest.mark.parametrize(("text", "count"), [("<image>", 0), ("<image><image>", 1), ("none", 1)])
+def test_images_are_as_many_as_their_places(text: str, count: int) -> None:
+    with pytest.raises(InputError, match=f"got {text.count('<image>')} of them and {count} images"):
+        Prompt(text, images=[b""] * count)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from openv41.cli import main
 from openv41.commands import generate as generate_command
@@ -74,7 +75,7 @@ def test_text_on_stdout_and_a_summary_on_stderr(cli, tiny: str) -> None:
 def test_the_json_fields(cli, tiny: str) -> None:
     code, out, _ = cli("generate", PROMPT, "--model", tiny, "--max-new-tokens", "2", "--json", "--ops", "reference")
     document = json.loads(out)
-    assert list(document) == [*FIELDS, "cache_bytes", "ops", "model"]
+    assert list(document) == [*FIELDS, "draft", "cache_bytes", "ops", "model"]
     assert (document["tokens"], document["prompt_tokens"], document["finish_reason"]) == (2, 12, "length")
     assert len(document["ids"]) == 2 and document["ops"] == "reference" and document["model"] == tiny
     assert document["cache_bytes"].keys() >= {"window", "latents", "keys"}
@@ -86,6 +87,39 @@ def test_seeds(cli, tiny: str) -> None:
 
     assert text("--seed", "3") == text("--seed", "3") != text("--seed", "4")
     assert text("--seed", "3", "--top-k", "1") == text("--seed", "4", "--top-p", "1e-9")
+
+
+DRAFT = ["most", "rounds", "drafts", "drafted", "reached", "accepted", "acceptance", "mean_accepted"]
+
+
+def test_drafts(cli, tiny: str) -> None:
+    """The text is the same with any; what came of them is told beside it."""
+    base = ["generate", PROMPT, "--model", tiny, "--ops", "reference", "--max-new-tokens", "4"]
+    told = {length: json.loads(cli(*base, "--json", "--draft", length)[1]) for length in ("off", "0", "3", "auto")}
+    assert len({document["text"] for document in told.values()}) == 1
+    assert told["off"]["draft"] is None and told["0"]["draft"] is None
+    for length, most in (("3", 3), ("auto", 5)):
+        draft = told[length]["draft"]
+        assert list(draft) == [*DRAFT, "seconds", "share"] and draft["most"] == most == len(draft["acceptance"])
+        assert draft["drafted"][0] == draft["reached"][0] == draft["drafts"]
+        assert list(draft["seconds"]) == ["prefill", "draft", "verify", "plain"] and min(draft["seconds"].values()) >= 0
+        assert 0 < draft["share"]["draft"] + draft["share"]["verify"] <= 1
+    assert told["3"]["draft"]["drafts"] > 0
+    code, _, err = cli(*base, "--draft", "2")
+    assert code == 0 and "tokens accepted on average (by place " in err and "verify " in err and err.count("\n") == 1
+    assert "drafts" not in cli(*base, "--draft", "off")[2]
+
+
+@pytest.mark.parametrize("length", ["6", "999"])
+def test_a_draft_that_is_too_long_is_one_line(cli, tiny: str, length: str) -> None:
+    complaint = one_line(cli("generate", "a", "--model", tiny, "--draft", length))
+    assert f"draft must be at most 5 (dspark_block_size), got {length}" in complaint
+
+
+@pytest.mark.parametrize("length", ["-1", "many", "2.5", ""])
+def test_a_draft_that_is_no_length(cli, tiny: str, length: str) -> None:
+    code, out, err = cli("generate", "a", "--model", tiny, f"--draft={length}")
+    assert (code, out) == (2, "") and "must be auto, off or a number of tokens" in err
 
 
 def test_a_stop_text_that_straddles_tokens(cli, tiny: str) -> None:
@@ -136,6 +170,33 @@ def test_json_lines_with_options_of_their_own(cli, tiny: str, stdin) -> None:
     assert done[2]["ids"] != done[3]["ids"], "equal prompts draw different numbers"
     stdin(json.dumps(lines[1]).encode())
     assert json.loads(cli(*base, "--jsonl", "-")[1])["completions"][0]["ids"] == done[1]["ids"]
+
+
+@pytest.fixture
+def shots(tmp_path: Path) -> list[str]:
+    """Two images of different sizes."""
+    files = [str(tmp_path / name) for name in ("red.png", "wide.jpg")]
+    Image.new("RGB", (90, 60), (200, 30, 40)).save(files[0])
+    Image.new("RGB", (400, 30), (10, 200, 40)).save(files[1])
+    return files
+
+
+def test_images_stand_where_the_prompt_says(cli, tiny: str, tmp_path: Path, shots: list[str], stdin) -> None:
+    options = ("--model", tiny, "--ops", "cpu", "--max-new-tokens", "3", "--json")
+    red, wide = shots
+    code, out, err = cli("generate", "See <image> and <image>.", "--image", red, "--image", wide, *options)
+    assert (code, err) == (0, "")
+    plain = json.loads(cli("generate", "See  and .", *options)[1])
+    both = json.loads(out)
+    assert both["prompt_tokens"] > plain["prompt_tokens"] + 2 * 184
+    for name, text in (("one", "See <image>"), ("none", "Nothing"), ("other", "<image>?")):
+        (tmp_path / name).write_text(text)
+    files = [word for name in ("one", "none", "other") for word in ("--file", str(tmp_path / name))]
+    told = json.loads(cli("generate", *files, "--image", red, "--image", wide, *options)[1])
+    stdin(f'{{"prompt": "See <image>", "images": ["{red}"]}}\n{{"prompt": "<image> is text here"}}'.encode())
+    lines = json.loads(cli("generate", "--jsonl", "-", *options)[1])
+    assert lines["completions"][0]["prompt_tokens"] == told["completions"][0]["prompt_tokens"]
+    assert lines["completions"][1]["prompt_tokens"] < 20
 
 
 def test_stdin(cli, tiny: str, stdin) -> None:
@@ -217,9 +278,18 @@ def one_line(result: tuple[int, str, str]) -> str:
         (["O\udcf9"], "must be UTF-8"),
         (["--jsonl", "{tmp}/empty.txt"], "must hold one JSON object a line"),
         (["--jsonl", "{tmp}/nowhere"], "cannot be read"),
+        (["x", "--image", "{tmp}/dot.png"], "one <image> for each --image, got 0 in the prompt and 1 images"),
+        (["<image>"], "one <image> for each --image, got 1 in the prompt and 0 images"),
+        (["<image> <image>", "--image", "{tmp}/dot.png"], "got 2 in the prompt and 1 images"),
+        (["<image>", "--image", "{tmp}/nowhere.png"], "nowhere.png cannot be read: No such file"),
+        (["<image>", "--image", "{tmp}/latin1.txt"], "latin1.txt is no image that can be read"),
+        (["<image>", "--image", "{tmp}/cut.png"], "cut.png is a broken image"),
+        (["--jsonl", "{tmp}/empty.txt", "--image", "{tmp}/dot.png"], "--image must go with a prompt or --file"),
     ],
 )
 def test_bad_input_is_one_line(cli, tiny: str, tmp_path: Path, arguments: list[str], complaint: str) -> None:
+    Image.effect_noise((40, 40), 50).save(tmp_path / "dot.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "dot.png").read_bytes()[:500])
     (tmp_path / "latin1.txt").write_bytes("Où".encode("latin-1"))
     (tmp_path / "empty.txt").write_text("")
     filled = [text.replace("{tmp}", str(tmp_path)).replace("{long}", "a b " * 6000) for text in arguments]
@@ -245,6 +315,9 @@ def test_bad_input_is_one_line(cli, tiny: str, tmp_path: Path, arguments: list[s
         ('{"prompt": "x", "stop": [1]}', "stop must be"),
         ('{"prompt": "x", "stop": [""]}', "a stop text must not be empty"),
         ('{"prompt": "\\ud83d"}', "half a surrogate pair"),
+        ('{"prompt": "<image>", "images": "a.png"}', "images must be a list of files"),
+        ('{"prompt": "<image>", "images": []}', "one <image> for each image, got 1 of them and 0 images"),
+        ('{"prompt": "<image>", "images": ["nowhere.png"]}', "nowhere.png cannot be read"),
     ],
 )
 def test_a_bad_line_of_json_is_named(cli, tiny: str, tmp_path: Path, line: str, complaint: str) -> None:

@@ -489,7 +489,7 @@ def test_a_kind_that_a_layer_does_not_keep_is_refused(kind: str, layer: int) -> 
 def test_bytes_are_those_of_the_tensors(store: str) -> None:
     cache = Cache(CONFIG, 3, 500, slack=2, store=store)
     assert sum(cache.nbytes().values()) == sum(table.untyped_storage().nbytes() for table in tensors(cache))
-    assert all(cache.nbytes().values())
+    assert all(size for kind, size in cache.nbytes().items() if kind != "draft")  # not asked for
 
 
 def test_without_slack_a_window_holds_window_size_rows() -> None:

@@ -7,20 +7,21 @@
     print(assistant.score("The sky is blue.").perplexity)
 """
 
-import logging
 import os
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 import torch
 
 from openv41.config import Config
 from openv41.errors import InputError
 from openv41.generate.loop import CHUNK, Generation
+from openv41.generate.policy import Length
 from openv41.generate.sampling import Number
 from openv41.generate.scoring import score
+from openv41.generate.speculate import speculation_for
 from openv41.inputs.tokenizer import Tokenizer, compress_vocabulary
 from openv41.model.transformer import Transformer
 from openv41.ops import Numerics, Ops, choose
@@ -28,8 +29,8 @@ from openv41.ops.cpu import Weights, native_bf16
 from openv41.texts import Completion, Prompt, Score, Stream, TokenScore
 from openv41.weights.load import Checkpoint, Progress, load_into
 
-KEPT_FOR_LATER = ("mtp.", "vision.", "aligner.", "image_start", "image_newline", "image_end")
-"""How the names of the draft's and the vision's tensors begin: checked like all others, but no part takes them yet."""
+if TYPE_CHECKING:
+    from openv41.explain import Panel
 
 Prompts = list[str] | list[Prompt] | list[str | Prompt] | tuple[str | Prompt, ...]
 
@@ -46,16 +47,10 @@ class Options(TypedDict, total=False):
 
 
 class Assistant:
-    """A loaded model with its tokenizer.
+    """A loaded model with its tokenizer."""
 
-    `kept_for_later` names the checkpoint's tensors that no part takes yet; they were checked and not read.
-    """
-
-    def __init__(
-        self, transformer: Transformer, tokenizer: Tokenizer, folder: Path, kept_for_later: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, transformer: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
         self.transformer, self.tokenizer, self.folder = transformer, tokenizer, folder
-        self.kept_for_later = kept_for_later
 
     @property
     def config(self) -> Config:
@@ -66,22 +61,34 @@ class Assistant:
         return self.transformer.ops
 
     @overload
-    def generate(self, prompt: str | Prompt, **options: Unpack[Options]) -> Completion: ...
+    def generate(self, prompt: str | Prompt, draft: Length = "auto", **options: Unpack[Options]) -> Completion: ...
     @overload
-    def generate(self, prompt: Prompts, **options: Unpack[Options]) -> list[Completion]: ...
-    def generate(self, prompt: str | Prompt | Prompts, **options: Unpack[Options]) -> Completion | list[Completion]:
+    def generate(self, prompt: Prompts, draft: Length = "auto", **options: Unpack[Options]) -> list[Completion]: ...
+    def generate(
+        self, prompt: str | Prompt | Prompts, draft: Length = "auto", **options: Unpack[Options]
+    ) -> Completion | list[Completion]:
         """Continue a prompt, or several as one batch. A text gets `options`: see `stream`."""
-        stream = self.stream(prompt, **options)
+        stream = self.stream(prompt, draft=draft, **options)
         for _ in stream:
             pass
         return stream.completions[0] if isinstance(prompt, str | Prompt) else stream.completions
 
-    def stream(self, prompt: str | Prompt | Prompts, chunk: int | None = CHUNK, **options: Unpack[Options]) -> Stream:
+    def stream(
+        self,
+        prompt: str | Prompt | Prompts,
+        chunk: int | None = CHUNK,
+        draft: Length = "auto",
+        **options: Unpack[Options],
+    ) -> Stream:
         """The continuation piece by piece, as it comes.
 
         `options` are those of `Prompt`, for every prompt that is a text: max_new_tokens=128, temperature=0.0 (0: the
         likeliest token), top_p=1.0, top_k=0 (0: all), stop=(), seed=0. A `Prompt` has its own. A text is encoded with
         the markers that it spells, after the begin id. Prompts are read in steps of `chunk` tokens.
+
+        `draft`: how many tokens the model's draft proposes for a step to verify, "auto" (as many as pay, if there is a
+        draft), "off" or 0, or a number up to `config.dspark_block_size`. It changes no likeliest text under row-stable
+        operations, and no distribution of a sampled one: docs/speculation.md.
 
         Raises `InputError` for an empty prompt, one longer than the context, and options out of range.
         """
@@ -91,8 +98,9 @@ class Assistant:
         prompts = [
             Prompt(one, stream=place, **options) if isinstance(one, str) else one for place, one in enumerate(given)
         ]
-        requests = [prompt.request(self.tokenizer.encode(prompt.text)) for prompt in prompts]
-        generation = Generation(self.transformer, requests, self.tokenizer.special.eos, chunk=chunk)
+        requests = [prompt.encode(self.tokenizer, self.config) for prompt in prompts]
+        speculation = speculation_for(draft, self.transformer)
+        generation = Generation(self.transformer, requests, self.tokenizer.special.eos, None, chunk, speculation)
         return Stream(self.tokenizer, prompts, generation)
 
     def score(self, text: str, top: int = 0) -> Score:
@@ -105,6 +113,16 @@ class Assistant:
         scored = score(self.transformer, self.tokenizer.encode(text), top)
         tokens = [self._token(one.id, one.logprob, one.likeliest) for one in scored]
         return Score(tuple(tokens), len(text.encode()))
+
+    def explain(self, component: str, machine: str = "h200", **question: Any) -> "Panel":
+        """What a component takes, gives, keeps and costs in this model: `print` it, or take `to_dict()`.
+
+        `question`: layer, mode ("decode" or "prefill"), position, tokens, batch, slack, ... as in
+        `openv41.explain.Question`. Raises `InputError` for a component, layer or position that there is not.
+        """
+        from openv41.explain import Question, explain
+
+        return explain(self.config, Question(component, **question), machine)
 
     def _token(self, id: int, logprob: float, likeliest: tuple[tuple[int, float], ...] = ()) -> TokenScore:
         return TokenScore(id, self.tokenizer.decode([id]), logprob, tuple(self._token(*pair) for pair in likeliest))
@@ -141,12 +159,10 @@ def load(
     compressed = config.engram_compressed_vocab_size if config.engram_layer_ids else None
     token_map = compress_vocabulary(tokenizer, config.vocab_size, compressed)
     transformer = _unfilled(config, _choose(checkpoint, device, ops, numerics, weights))
-    load_into(transformer, checkpoint, progress, device, without=KEPT_FOR_LATER)
+    load_into(transformer, checkpoint, progress, device)
     if transformer.lookback is not None:
         transformer.lookback.token_map = token_map.to(device)
-    kept = tuple(name for name in checkpoint.specs if name.startswith(KEPT_FOR_LATER))
-    logging.getLogger("openv41").info("%s: %d tensors are kept for later parts: %s", folder, len(kept), ", ".join(kept))
-    return Assistant(transformer, tokenizer, checkpoint.folder, kept)
+    return Assistant(transformer, tokenizer, checkpoint.folder)
 
 
 def _unfilled(config: Config, ops: Ops) -> Transformer:
@@ -200,8 +216,7 @@ def dequantised_bytes(checkpoint: Checkpoint) -> int:
     for name, spec in specs.items():
         scale = name.removesuffix("weight") + "scale"
         if name.endswith(".weight") and scale in specs and ".engram.embed." not in name:
-            if not name.startswith(KEPT_FOR_LATER):
-                values += prod(spec.shape) * (2 if spec.dtype == "I8" else 1)  # two fp4 codes a byte
+            values += prod(spec.shape) * (2 if spec.dtype == "I8" else 1)  # two fp4 codes a byte
     return values * (2 if native_bf16() else 4)
 
 

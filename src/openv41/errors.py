@@ -6,6 +6,7 @@
     ├── InputError                        a prompt, an image or an argument of the caller
     ├── CacheError                        a conversation asked to do what its cache cannot
     │   └── CacheFull                     no room left for another token
+    ├── TrainingStopped                   a run whose numbers went wrong, with what and where
     └── OpsError                          a shape or an operation that the chosen device does not support
 
 A message says the field, the value, the rule and the way out.
@@ -34,6 +35,10 @@ class CacheError(OpenV41Error):
 
 class CacheFull(CacheError):
     """A conversation has reached the length that its cache was opened for."""
+
+
+class TrainingStopped(OpenV41Error):
+    """A training run met a number that is not finite, or a loss that grew out of hand."""
 
 
 class OpsError(OpenV41Error):

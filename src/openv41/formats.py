@@ -224,3 +224,19 @@ def unpack_weight(weight: Tensor, scale: Tensor | None) -> Float[Tensor, "*e o i
     if weight.dtype == torch.float8_e4m3fn:
         return unpack_fp8_weight(weight, scale)
     return unpack_fp4_weight(weight, scale)
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How a weight is stored, for one that is kept as floats: what it is to be rounded to. `pack(weight)` gives codes
+    and scales, `unpack` their values. A weight that lies on the format's grid comes back unchanged."""
+
+    name: str
+    pack: Callable[[Tensor], tuple[Tensor, Tensor]]
+    unpack: Callable[[Tensor, Tensor], Tensor]
+
+
+FP8_TILES = WeightFormat("fp8 tiles", pack_fp8_weight, unpack_fp8_weight)
+FP4_ROWS = WeightFormat("fp4 rows", pack_fp4_weight, unpack_fp4_weight)
+FP8_ROWS = WeightFormat("fp8 rows", WINDOW.pack, WINDOW.unpack)
+"""Of an Engram table: each row by itself, a scale per 32 of its values."""

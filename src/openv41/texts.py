@@ -8,10 +8,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from openv41.config import Config
 from openv41.errors import InputError
 from openv41.generate.loop import Event, Finish, Generation, Request
 from openv41.generate.sampling import Number, Sampling
+from openv41.inputs.image import PLACEHOLDER, Source, place_pictures, read_picture
 from openv41.inputs.tokenizer import Tokenizer
+from openv41.state import Picture, Placed
 
 
 @dataclass(frozen=True)
@@ -19,8 +22,10 @@ class Prompt:
     """A text to continue, and how.
 
     `max_new_tokens`, `temperature`, `top_p`, `top_k` and `seed` are those of `Request` and `Sampling`. `stop` is a text
-    or several: the continuation ends before the first of them. `stream` tells prompts of one seed apart.
-    Raises `InputError` for an empty text and for values out of range.
+    or several: the continuation ends before the first of them. `stream` tells prompts of one seed apart. `images` are
+    paths, the bytes of files, or pictures made before, one for each `<image>` in the text, in order; with None (not
+    with an empty list) `<image>` is text like any other.
+    Raises `InputError` for an empty text, for values out of range, and for more or fewer images than places for them.
     """
 
     text: str
@@ -31,6 +36,7 @@ class Prompt:
     stop: str | Sequence[str] = ()
     seed: int = 0
     stream: int = 0
+    images: Sequence[Source | Picture] | None = None
 
     def __post_init__(self) -> None:
         if not self.text:
@@ -40,12 +46,29 @@ class Prompt:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         if not all(self.stop):
             raise InputError(f"a stop text must not be empty, got {self.stop!r}; leave it out to stop nowhere")
+        if self.images is not None:
+            places = self.text.count(PLACEHOLDER)
+            if places != len(self.images):
+                raise InputError(
+                    f"the prompt must have one {PLACEHOLDER} for each image, got {places} of them and "
+                    f"{len(self.images)} images"
+                )
+            object.__setattr__(self, "images", tuple(self.images))
         self.request([0])  # checks the numbers now rather than in the middle of a batch
 
-    def request(self, ids: Sequence[int]) -> Request:
+    def request(self, ids: Sequence[int], pictures: Sequence[Placed] = ()) -> Request:
         """What the loop is asked, once the text is ids."""
         sampling = Sampling(self.temperature, self.top_p, self.top_k, self.seed)
-        return Request(ids, self.max_new_tokens, sampling, self.stream)
+        return Request(ids, self.max_new_tokens, sampling, self.stream, pictures)
+
+    def encode(self, tokenizer: Tokenizer, config: Config) -> Request:
+        """The request, its images read. Raises `InputError` for one that cannot be, or a model without vision."""
+        if not self.images:
+            return self.request(tokenizer.encode(self.text))
+        if not config.vision_n_layers:
+            raise InputError("the prompt has images, but the model has no vision tower; give it text alone")
+        pictures = [one if isinstance(one, Picture) else read_picture(one, config) for one in self.images]
+        return self.request(*place_pictures(self.text, pictures, tokenizer, config))
 
 
 @dataclass(frozen=True)

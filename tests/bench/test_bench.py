@@ -5,16 +5,19 @@ import json
 import pytest
 import torch
 
-from openv41.bench import BENCHMARKS, attention, find
+from openv41.bench import BENCHMARKS, attention, find, speculate, vision
 from openv41.bench.layer import continued, fill, held_tensors, operations, twin, values, work
 from openv41.bench.measure import measure, readers
 from openv41.cli import main
 from openv41.config import Config
 from openv41.errors import InputError
+from openv41.generate import loop
 from openv41.model.attention import Attention
 from openv41.ops import choose
 from openv41.ops.cpu import CpuOps
 from openv41.state import Step
+from tests.drafts import DRAFTING
+from tests.small import small_config, small_model
 
 CONFIG, LAYER = Config.tiny(), 6  # a re-scorer; 16 picks, a window of 16
 SHORT = ["bench", "attention", "--threads", "1", "--position", "40", "--prompt", "24", "--repeats", "1"]
@@ -229,3 +232,87 @@ def test_readers_read_every_byte(rng):
     assert [float(part.double().sum()) for part in read["float32 products"]()] == pytest.approx(floats, abs=1e-2)
     words = [tensors[0].view(torch.int64).sum(), tensors[1].view(torch.uint8).sum(), tensors[2].sum()]
     assert read["int64 sums"]() == words
+
+
+# The vision tower
+
+
+@pytest.fixture
+def tiny_tower(monkeypatch):
+    config = Config.tiny().replace(vision_max_n_token=40, vision_min_pixels=196)
+    monkeypatch.setattr(vision, "released_tower", lambda: config)
+    monkeypatch.setattr(vision, "IMAGES", ((60, 50), (20, 20), (90, 30)))
+    monkeypatch.setattr("openv41.bench.measure.SIDE", 64)
+    return config
+
+
+def test_the_tower_is_compared_and_then_timed(tiny_tower, capsys):
+    assert main(["bench", "vision", "--threads", "1", "--repeats", "1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["agreement"]["passed"] and told["agreement"]["equal"] >= 0.99
+    assert told["figures"].keys() == {
+        "packed_ms", "packed_gflop", "packed_gflop_s", "product_gflop_s", "padded_ms", "padded_factor", "alone_ms",
+        "alone_factor",
+    }  # fmt: skip
+    assert told["figures"]["padded_factor"]["aim"] and "3 images, 45 patches" in told["subject"]
+
+
+def test_a_wrong_tower_has_no_figures(tiny_tower, monkeypatch, capsys):
+    right = CpuOps.full_attention
+    monkeypatch.setattr(CpuOps, "full_attention", lambda *arguments: right(*arguments).roll(1, 0))
+    assert main(["bench", "vision", "--threads", "1", "--repeats", "1", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert not told["figures"] and any("full_attention" in failure for failure in told["agreement"]["failures"])
+
+
+@torch.no_grad()
+def test_the_towers_operations_are_counted_one_by_one(tiny_tower):
+    """Every product of the blocks, by the shapes that PyTorch sees."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    settings = vision.Settings(ops="cpu", weights="stored")
+    bench = vision._Bench(settings, tiny_tower, choose("cpu", "cpu", weights="stored"), lambda _: None)
+    # The library's fused attention is not counted; its plain one is.
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        bench.tower(bench.patches, bench.grids)
+    assert bench.operations([rows * columns for rows, columns in bench.grids]) == counter.get_total_flops()
+
+
+# Speculation
+
+
+@pytest.fixture
+def short_runs(monkeypatch):
+    monkeypatch.setattr(speculate, "BATCHES", (2,))
+    monkeypatch.setattr(speculate, "CHANCES", (0.0, 1.0))
+    monkeypatch.setattr(speculate, "NEW", 7)
+    monkeypatch.setattr(speculate, "PROMPT", 5)
+    model = small_model(small_config(**DRAFTING), choose("cpu", "reference", "plain"))
+    monkeypatch.setattr(speculate, "small_model", lambda ops, weights: model)
+
+
+def test_speculation_tells_ratios_by_batch_and_chance(short_runs, capsys):
+    assert main(["bench", "speculate", "--threads", "1", "--repeats", "1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["agreement"]["passed"] and told["agreement"]["equal"] == 1
+    names = ["own_5", "00_5", "10_5", "own_auto", "00_auto", "10_auto", "break_even"]
+    assert list(told["figures"]) == [f"batch_2_{name}" for name in ("ms", *names)]
+    assert "5.00 accepted of a draft" in told["figures"]["batch_2_10_5"]["note"]
+    assert "0.00 accepted of a draft" in told["figures"]["batch_2_00_5"]["note"]
+
+
+def test_speculation_that_changes_a_text_gets_no_figure(short_runs, monkeypatch, capsys):
+    right = loop.verify
+
+    def wrong(*arguments):
+        return [[*ids[:-1], ids[-1] ^ 1] if len(ids) > 1 else ids for ids in right(*arguments)]
+
+    monkeypatch.setattr(loop, "verify", wrong)
+    assert main(["bench", "speculate", "--threads", "1", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["figures"] == {} and "parts from the plain text at new id" in told["agreement"]["failures"][0]
+
+
+def test_where_two_batches_part():
+    assert speculate.first_difference([[1, 2], [3, 4]], [[1, 2], [3, 4]]) is None
+    assert speculate.first_difference([[1, 2, 3], [3, 4, 5]], [[1, 2, 9], [3, 9, 9]]) == (1, 1)

@@ -123,7 +123,7 @@ def test_bounded_replay_is_exact_while_it_reaches_the_start_and_close_after(mode
 def test_the_oldest_prompt_makes_room_and_nothing_leaks(model: Transformer, seed: int) -> None:
     cache = Cache(CONFIG, 3, 1000)
     kept = PrefixStore(model, cache, limit=2)
-    prompts = [tokens(CONFIG, 70, seed + i).tolist() for i in range(3)]
+    prompts = [[i, *tokens(CONFIG, 69, seed + i).tolist()] for i in range(3)]  # which share no beginning
     for prompt in prompts:
         slot, reused = kept.begin(prompt)
         assert reused == 0

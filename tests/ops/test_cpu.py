@@ -52,6 +52,10 @@ def close(fast: Tensor, slow: Tensor) -> None:
     torch.testing.assert_close(fast, slow, atol=5e-6, rtol=5e-6)
 
 
+GROUPS = [[1], [17], [3, 3, 3, 1], [1, 1, 64, 65], [2, 9, 9, 2]]
+"""Rows of each group of full attention: alone, alike, unlike."""
+
+
 # Linear maps
 
 
@@ -71,6 +75,17 @@ def test_linear_maps_agree(cpu: CpuOps, rng: torch.Generator) -> None:
                     fast, slow = cpu.linear_wide(x, weight), REFERENCE.linear_wide(x, weight)
                     assert fast.dtype == slow.dtype == torch.float32
                     assert ((fast - slow).abs() <= 1e-6 * (x.float().abs() @ weight.float().abs().T)).all()
+    tally.close()
+
+
+@CPU
+def test_linear_maps_with_a_bias_agree(cpu: CpuOps, rng: torch.Generator) -> None:
+    tally = Tally()
+    for outputs, inputs in ((45, 96), (1, 32), (130, 588)):
+        weight, bias = normal(rng, outputs, inputs), normal(rng, outputs)
+        for n in SIZES:
+            x = normal(rng, n, inputs)
+            tally.add(cpu.linear_bias(x, weight, bias), REFERENCE.linear_bias(x, weight, bias))
     tally.close()
 
 
@@ -242,6 +257,46 @@ def test_sparse_attention_agrees(packed: bool, n: int, rng: torch.Generator) -> 
     tally.close()
 
 
+@pytest.mark.parametrize("lengths", GROUPS, ids=str)
+def test_full_attention_agrees(lengths: list[int], rng: torch.Generator) -> None:
+    q, k, v = (normal(rng, sum(lengths), 3, 16) for _ in range(3))
+    fast, slow = (ops.full_attention(q, k, v, lengths, 0.25) for ops in (SETS["cached"], REFERENCE))
+    tally = Tally()
+    tally.add(fast, slow)
+    tally.close()
+
+
+@pytest.mark.parametrize("ops", [SETS["stored"], REFERENCE], ids=["cpu", "reference"])
+def test_full_attention_is_each_groups_softmax(ops: ReferenceOps, rng: torch.Generator) -> None:
+    for lengths in GROUPS:
+        q, k, v = (normal(rng, sum(lengths), 2, 8) for _ in range(3))
+        out = ops.full_attention(q, k, v, lengths, 0.5).double()
+        for group in torch.arange(sum(lengths)).split(lengths):
+            scores = torch.einsum("ihd,jhd->hij", q[group].double(), k[group].double()) * 0.5
+            wanted = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v[group].double())
+            torch.testing.assert_close(out[group], wanted, atol=2e-2, rtol=1e-2)
+
+
+def test_full_attention_is_row_stable(rng: torch.Generator) -> None:
+    lengths = [5, 40, 33, 1]
+    q, k, v = (normal(rng, sum(lengths), 2, 8) for _ in range(3))
+    together = REFERENCE.full_attention(q, k, v, lengths, 0.5).split(lengths)
+    for one, part in zip(together, zip(*(x.split(lengths) for x in (q, k, v)), strict=True), strict=True):
+        assert torch.equal(one, REFERENCE.full_attention(*part, [len(one)], 0.5))
+    assert REFERENCE.full_attention(q[:0], k[:0], v[:0], [], 0.5).shape == (0, 2, 8)
+
+
+@pytest.mark.parametrize("function", ["silu", "gelu"])
+def test_activations_agree(function: str, rng: torch.Generator) -> None:
+    x = torch.cat((normal(rng, 65, 33) * 4, torch.tensor([[0.0, 1e30, -1e30, 100.0, -100.0] * 7])[:, :33].bfloat16()))
+    tally = Tally()
+    slow = REFERENCE.activate(x, function)
+    tally.add(SETS["cached"].activate(x, function), slow)
+    tally.close()
+    wanted = torch.nn.functional.silu(x.double()) if function == "silu" else torch.nn.functional.gelu(x.double())
+    torch.testing.assert_close(slow.double(), wanted, atol=1e-6, rtol=2**-8)
+
+
 def test_attention_over_few_rows_of_long_tables_agrees(rng: torch.Generator) -> None:
     """Where a table is much longer than the lists, rows are decoded as they come."""
     cpu, tally = SETS["stored"], Tally()
@@ -343,6 +398,9 @@ def test_plain_numerics_agree_to_the_last_digits(rng: torch.Generator) -> None:
         "index_scores": (x(17, 3, 8), x(17, 3), x(40, 8)),
         "sparse_attention": (x(17, 2, 64), a, rows, a, rows, torch.zeros(2), 0.125),
         "rms_norm": (a, torch.ones(64), 1e-20),
+        "linear_bias": (a, x(9, 64).float(), x(9).float()),
+        "full_attention": (x(17, 2, 8), x(17, 2, 8), x(17, 2, 8), [5, 5, 7], 0.5),
+        "activate": (a, "gelu"),
     }
     for name, arguments in calls.items():
         fast, slow = getattr(cpu, name)(*arguments), getattr(plain, name)(*arguments)

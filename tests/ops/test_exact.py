@@ -159,10 +159,12 @@ def truth(name: str, x: torch.Tensor) -> torch.Tensor:
         return wide.exp().float()
     if name == "sigmoid":
         return (1 / (1 + (-wide).exp())).float()
+    if name == "erf":
+        return wide.erf().float()
     return (wide.clamp_min(0) + (-wide.abs()).exp().log1p()).float()
 
 
-@pytest.mark.parametrize("name", ["exp", "sigmoid", "softplus"])
+@pytest.mark.parametrize("name", ["exp", "sigmoid", "softplus", "erf"])
 def test_functions_are_the_float64_results_rounded_once(name: str) -> None:
     result = getattr(exact, name)(GRID)
     assert result.dtype == torch.float32
@@ -170,16 +172,16 @@ def test_functions_are_the_float64_results_rounded_once(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, low, high", [("exp", 0.0, math.inf), ("sigmoid", 0.0, 1.0), ("softplus", 0.0, math.inf)]
+    "name, low, high",
+    [("exp", 0.0, math.inf), ("sigmoid", 0.0, 1.0), ("softplus", 0.0, math.inf), ("erf", -1.0, 1.0)],
 )
 def test_functions_of_infinities_and_nan(name: str, low: float, high: float) -> None:
     function = getattr(exact, name)
     assert function(torch.tensor([-math.inf, -1e30, -3e38, -710.0])).tolist() == [low] * 4
     assert function(torch.tensor([math.inf])).item() == high
     assert math.isnan(function(torch.tensor([math.nan])).item())
-    assert function(torch.tensor([0.0])).item() == {"exp": 1, "sigmoid": 0.5, "softplus": truth(name, torch.zeros(1))}[
-        name
-    ]
+    at_zero = {"exp": 1, "sigmoid": 0.5, "softplus": truth(name, torch.zeros(1)), "erf": 0}
+    assert function(torch.tensor([0.0])).item() == at_zero[name]
 
 
 def test_functions_of_big_numbers() -> None:
@@ -189,7 +191,7 @@ def test_functions_of_big_numbers() -> None:
     assert torch.equal(exact.softplus(big), big)
 
 
-@pytest.mark.parametrize("name", ["exp", "sigmoid", "softplus", "rsqrt"])
+@pytest.mark.parametrize("name", ["exp", "sigmoid", "softplus", "rsqrt", "erf"])
 def test_a_functions_bits_do_not_depend_on_the_place_in_the_tensor(name: str, rng: torch.Generator) -> None:
     x = torch.rand(203, generator=rng) * 20
     function = getattr(exact, name)

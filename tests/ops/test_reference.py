@@ -407,7 +407,20 @@ def test_every_token_may_have_a_bias_of_its_own() -> None:
     """Image tokens have another one: it must count (tokenspeed#1473)."""
     bias = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 99.0]])
     weights, chosen = OPS.route(torch.tensor([[3.0, 2.0, 1.0]] * 2), bias, 1, 1.5, "sqrtsoftplus")
-    assert chosen.tolist() == [[0], [2]] and weights.tolist() == [[1.5], [1.5]]
+    assert chosen.tolist() == [[0], [2]]
+    expected = [1.5 * scores_by_hand([3.0, 2.0, 1.0], "sqrtsoftplus")[best] for best in (0, 2)]
+    torch.testing.assert_close(weights.flatten(), torch.tensor(expected))
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("ops", [OPS, PLAIN], ids=["published", "plain"])
+def test_a_single_expert_is_weighed_by_its_score(ops: ReferenceOps, function: str) -> None:
+    """Not by 1, its score over itself: recorded drafts, of one active expert, say so."""
+    row = [0.5, 2.0, -1.0]
+    logits = torch.tensor([row], dtype=torch.float64 if ops.plain else torch.float32)
+    weights, chosen = ops.route(logits, torch.zeros(3), 1, 1.5, function)
+    assert chosen.tolist() == [[1]]
+    torch.testing.assert_close(weights.item(), 1.5 * scores_by_hand(row, function)[1], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("ops", [OPS, PLAIN], ids=["published", "plain"])

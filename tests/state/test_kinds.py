@@ -7,7 +7,7 @@ import pytest
 from openv41.config import Config
 from openv41.state import Cache
 from openv41.state.kinds import KINDS, bytes_of_slot, state_table
-from tests.small import small_config
+from tests.small import drafting_config, small_config
 
 
 def test_the_page_prints_the_table() -> None:
@@ -20,13 +20,15 @@ def test_the_released_model_keeps_890_bytes_a_token() -> None:
     assert sizes.per_token == {"latents": 720, "keys": 170}
     assert sum(sizes.per_token.values()) * 1048576 == 933232640
     assert sizes.fixed["window"] == 2703360
+    assert sizes.fixed["draft"] == 3 * 128 * 528 == 202752
 
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("slack", [0, 5])
-def test_sizes_are_those_of_the_tensors(packed: bool, slack: int) -> None:
-    config = small_config()
-    cache = Cache(config, 3, 500, slack, store="packed" if packed else "wide")
+@pytest.mark.parametrize("draft", [False, True])
+def test_sizes_are_those_of_the_tensors(packed: bool, slack: int, draft: bool) -> None:
+    config = drafting_config() if draft else small_config()
+    cache = Cache(config, 3, 500, slack, store="packed" if packed else "wide", draft=draft)
     sizes, held = bytes_of_slot(config, slack, packed), cache.nbytes()
     tables = {*(kind.name for kind in KINDS), "pages"}
     assert set(held) == tables
@@ -38,3 +40,9 @@ def test_sizes_are_those_of_the_tensors(packed: bool, slack: int) -> None:
     tensors = [ring.table for ring in cache.rings().values()]
     tensors += [table.table for source in cache.sources.values() for table in (source.latents, source.keys)]
     assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == sum(held.values()) - held["pages"]
+
+
+def test_rings_for_drafts_are_there_only_where_asked_for() -> None:
+    for cache in (Cache(drafting_config()), Cache(small_config(), draft=True)):
+        assert cache.drafts == {} and cache.nbytes()["draft"] == 0
+        assert not any(name.startswith("draft") for name in cache.rings())

@@ -65,9 +65,9 @@ def small_model(ops: str) -> Transformer:
         write_tiny(f"{folder}/tiny")
         checkpoint = Checkpoint.open(f"{folder}/tiny")
         config = checkpoint.config.replace(original_seq_len=8192)
-        options = {"weights": "cached"} if ops == "cpu" else {}
-        model = Transformer(config, choose("cpu", ops, "published", **options))
-        load_into(model, checkpoint, without=("mtp.", "vision.", "aligner.", "image_"))
+        chosen = choose("cpu", ops, weights="cached") if ops == "cpu" else choose("cpu", ops)
+        model = Transformer(config, chosen, draft=False)
+        load_into(model, checkpoint, without=("mtp.",))
     if model.lookback is not None:
         model.lookback.token_map.copy_(torch.arange(config.vocab_size) % config.engram_compressed_vocab_size)
     return model

@@ -11,6 +11,8 @@ from openv41.commands.reading import read_prompts
 
 if TYPE_CHECKING:
     from openv41.api import Assistant
+    from openv41.generate.loop import Generation
+    from openv41.generate.policy import Length
     from openv41.texts import Completion, Piece, Stream
 
 INTERRUPTED = 130
@@ -34,7 +36,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--jsonl",
         metavar="FILE",
         help='a JSON object a line: {"prompt": "..."}, with max_new_tokens, temperature, top_p, top_k, stop, seed if '
-        "other than the options here; - for standard input",
+        'other than the options here, and "images": [FILE, ...]; - for standard input',
+    )
+    parser.add_argument(
+        "--image",
+        action="append",
+        metavar="FILE",
+        help="an image for the next <image> in the prompt or prompts (repeatable)",
     )
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="at most (default: 128)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest token (default)")
@@ -42,6 +50,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="the K likeliest tokens (default 0: all)")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text (repeatable)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed, the same text (default: 0)")
+    parser.add_argument(
+        "--draft",
+        type=draft_length,
+        default="auto",
+        metavar="auto|off|N",
+        help="tokens that the model's draft proposes for a step to verify: as many as pay (default), none, or N",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of text")
     add_model_options(parser)
 
@@ -49,7 +64,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     named = read_prompts(args)
     assistant = open_assistant(args)
-    stream = assistant.stream([prompt for _, prompt in named])
+    stream = assistant.stream([prompt for _, prompt in named], draft=args.draft)
     code = 0
     printer = None if args.json else Printer([name for name, _ in named])
     with closing(stream):
@@ -65,6 +80,15 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_json(document(assistant, stream, several=len(named) > 1 or args.jsonl is not None))
     return code
+
+
+def draft_length(text: str) -> "Length":
+    """What --draft says; the model's own limit is checked where the model is known."""
+    if text in ("auto", "off"):
+        return "auto" if text == "auto" else "off"
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"must be auto, off or a number of tokens, got {text!r}")
+    return int(text)
 
 
 class Printer:
@@ -114,19 +138,56 @@ def summary(assistant: "Assistant", stream: "Stream") -> str:
         f"{generation.prefill.tokens} prompt tokens at {generation.prefill.rate:.1f} tokens/s, "
         f"{sum(completion.tokens for completion in completions)} new tokens ({', '.join(reasons)}) "
         f"at {generation.decode.rate:.1f} tokens/s, "
-        f"cache {human_bytes(sum(kinds.values()))} ({cache}), {assistant.ops.name} ops"
+        f"{drafts(generation)}cache {human_bytes(sum(kinds.values()))} ({cache}), {assistant.ops.name} ops"
+    )
+
+
+def drafts(generation: "Generation") -> str:
+    """Of the summary: what drafts came to. Nothing where none was to be made."""
+    if generation.speculation is None:
+        return ""
+    tally, seconds = generation.speculation.tally, generation.decode.seconds
+    if not tally.drafts:
+        return "no drafts, "
+    shares = [f"{part} {took / seconds:.0%}" for part, took in tally.seconds.items()]
+    rates = " ".join("-" if rate is None else f"{rate:.2f}" for rate in tally.acceptance)
+    return (
+        f"{tally.drafts} drafts with {tally.mean_accepted:.2f} tokens accepted on average "
+        f"(by place {rates}; {', '.join(shares)} of the time), "
     )
 
 
 def document(assistant: "Assistant", stream: "Stream", several: bool) -> dict[str, Any]:
     """The JSON form. A `finish_reason` of null: interrupted."""
     common = {
+        "draft": draft_document(stream.generation),
         "cache_bytes": stream.generation.cache.nbytes(),
         "ops": assistant.ops.name,
         "model": str(assistant.folder),
     }
     each = [_completion(completion) for completion in stream.completions]
     return {"completions": each, "seconds": stream.seconds, **common} if several else {**each[0], **common}
+
+
+def draft_document(generation: "Generation") -> dict[str, Any] | None:
+    """What drafts came to, lists by place in the draft; null where none was to be made. `plain` seconds are those of
+    decoding without a draft."""
+    if generation.speculation is None:
+        return None
+    tally, decode = generation.speculation.tally, generation.decode.seconds
+    seconds = {"prefill": generation.prefill.seconds, **tally.seconds}
+    return {
+        "most": generation.speculation.most,
+        "rounds": tally.rounds,
+        "drafts": tally.drafts,
+        "drafted": tally.drafted,
+        "reached": tally.reached,
+        "accepted": tally.accepted,
+        "acceptance": tally.acceptance,
+        "mean_accepted": tally.mean_accepted,
+        "seconds": {**seconds, "plain": max(0.0, decode - sum(tally.seconds.values()))},
+        "share": {part: took / decode if decode else 0.0 for part, took in tally.seconds.items()},
+    }
 
 
 def _completion(completion: "Completion") -> dict[str, Any]:

@@ -24,6 +24,7 @@ OPTIONS: dict[str, tuple[str, tuple[type, ...]]] = {
     "top_k": ("a whole number", (int,)),
     "stop": ("a text or a list of texts", (str, list)),
     "seed": ("a whole number", (int,)),
+    "images": ("a list of files", (list,)),
 }
 """What a line of JSON may set beside its prompt, and the types that it may have."""
 
@@ -68,16 +69,49 @@ def named_texts(argument: str | None, files: list[str] | None, what: str) -> lis
 
 
 def read_prompts(args: argparse.Namespace) -> list[tuple[str, "Prompt"]]:
-    """The prompts with their names. Their places tell them apart, so that equal ones draw different random numbers."""
+    """The prompts with their names. Their places tell them apart, so that equal ones draw different random numbers.
+
+    Images are looked at here, and again when they are used: a broken file shows before a model is loaded.
+    """
     from openv41.texts import Prompt
 
-    options = {name: getattr(args, name) for name in OPTIONS if name != "stop"} | {"stop": args.stop or []}
+    options = {name: getattr(args, name) for name in OPTIONS if name not in ("stop", "images")}
+    options["stop"] = args.stop or []
+    images: list[str] = args.image or []
     if args.jsonl is not None:
         if args.prompt is not None or args.file:
             raise InputError("the prompts must come from one place, got --jsonl and others; leave one out")
+        if images:
+            raise InputError('--image must go with a prompt or --file; in a line of JSON write "images": ["FILE"]')
         return list(_json_lines(args.jsonl, Prompt("x", **options)))
     texts = named_texts(args.prompt, args.file, "prompt")
-    return [(name, Prompt(text, stream=place, **options)) for place, (name, text) in enumerate(texts)]
+    shares = _deal(images, [text for _, text in texts])
+    _look_at(images)
+    return [
+        (name, Prompt(text, stream=place, images=share, **options))
+        for place, ((name, text), share) in enumerate(zip(texts, shares, strict=True))
+    ]
+
+
+def _look_at(images: list[str]) -> None:
+    from openv41.inputs.image import read_image
+
+    for file in images:
+        read_image(file)
+
+
+def _deal(images: list[str], texts: list[str]) -> list[list[str]]:
+    """Each text's images: as many as it has places for, in order."""
+    from openv41.inputs.image import PLACEHOLDER
+
+    places = [text.count(PLACEHOLDER) for text in texts]
+    if sum(places) != len(images):
+        raise InputError(
+            f"there must be one {PLACEHOLDER} for each --image, got {sum(places)} in the prompt and {len(images)} "
+            f"images; where {PLACEHOLDER} is meant as text, give the prompt by --jsonl"
+        )
+    rest = iter(images)
+    return [[next(rest) for _ in range(count)] for count in places]
 
 
 def _json_lines(name: str, pattern: "Prompt") -> Iterator[tuple[str, "Prompt"]]:
@@ -91,6 +125,7 @@ def _json_lines(name: str, pattern: "Prompt") -> Iterator[tuple[str, "Prompt"]]:
             values = _json_object(line)
             text = values.pop("prompt")
             stream = 0 if "seed" in values else place
+            _look_at(values.get("images", []))
             yield where, dataclasses.replace(pattern, text=text, stream=stream, **values)
         except InputError as error:
             raise InputError(f"{name}, {where}: {error}") from error

@@ -1,1 +1,1 @@
-"""Ids after ids: choosing one from logits, continuing sequences, scoring what is there. It knows ids, not text."""
+"""Ids after ids: choosing one from logits, continuing sequences, with drafts or without; scoring. It knows no text."""

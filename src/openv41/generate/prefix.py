@@ -90,7 +90,10 @@ def _shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
 
 
 class PrefixStore:
-    """Prompts kept in slots of a cache, `limit` at most; the one unused for longest goes first. No images in them."""
+    """Prompts kept in slots of a cache, `limit` at most; the one unused for longest goes first.
+
+    Of a prompt with an image what comes before it is kept: the ids of two images are the same.
+    """
 
     def __init__(self, model: Transformer, cache: Cache, limit: int, replay: Replay = "exact") -> None:
         if limit < 1 or replay not in ("exact", "bounded"):
@@ -103,6 +106,10 @@ class PrefixStore:
         """Keep what a slot holds, the prompt `ids`, for later ones. The slot itself goes on as it likes."""
         if len(ids) != self.cache.length(slot):
             raise InputError(f"slot {slot} holds {self.cache.length(slot)} tokens, {len(ids)} ids were given")
+        if self.model.vision is not None and self.model.config.image_token_id in ids:
+            ids = ids[: list(ids).index(self.model.config.image_token_id)]
+        if not ids:
+            return
         if len(self.kept) == self.limit:
             self.drop(next(iter(self.kept)))
         held = self.cache.branch(slot, len(ids))
@@ -138,7 +145,9 @@ class PrefixStore:
         if start:
             self.cache.tail.put(slot, start, before.to(self.cache.tail.table.device))
         part = (slot, start, list(ids[start:]))
-        self.model(Step.pack([part], "none", device=self.cache.device, replay=True), self.cache)
+        output = self.model(Step.pack([part], "none", device=self.cache.device, replay=True), self.cache)
+        if self.model.mtp is not None and self.cache.drafts:
+            self.model.mtp.remember(output.taps, output.tapped, self.cache)
 
     def tokens_replayed(self) -> int:
         """How many tokens a replay runs at most, in its lowest layer."""

@@ -97,11 +97,15 @@ class Attention(nn.Module):
         """The vector that a token puts into the window: the rotated tail will be rounded with the rest."""
         return self.ops.rotate(self.kv_norm(self.wkv(x)), *self.rotary.at(position), inverse=False)
 
+    def stored(self, x: Float[Tensor, "n dim"], position: Int[Tensor, "n"], packed: bool) -> Shaped[Tensor, "n _"]:
+        """The same as a table holds it: rounded, or (packed) as records of bytes."""
+        return self.ops.store(self.key_value(x, position), WINDOW, packed)
+
     def window(
         self, x: Float[Tensor, "n dim"], step: Step, ring: Ring
     ) -> tuple[Shaped[Tensor, "a _"], Int[Tensor, "n w"]]:
         """Put the step's tokens into the window; the table to read, and each token's rows, oldest first."""
-        own = self.ops.store(self.key_value(x, step.position), WINDOW, ring.packed)
+        own = self.stored(x, step.position, ring.packed)
         table, rows = ring.push(step, own, self.window_size - 1)
         return table, rows(step.window(self.window_size))
 

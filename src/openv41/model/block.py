@@ -52,8 +52,7 @@ class Block(nn.Module):
         if not isinstance(self.attn.far, Source):
             return sight
         x = self.attn_norm(self.hc_attn.read(streams))
-        state = self.attn.far.publish(x, step, cache)
-        return sight.having(latents=state.latents, keys=state.keys)
+        return self.attn.far.publish(x, step, sight, cache)
 
     def tap(self, streams: Streams) -> Float[Tensor, "n dim"]:
         """The mean of the streams that enter the block: what the draft stages read."""

@@ -5,6 +5,8 @@ sees images) but not in the weights. The weight is applied before w2, so it pass
 Results are added in ascending order of expert, the shared one last, and rounded once.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -30,7 +32,7 @@ class Router(nn.Module):
     ) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
         bias = self.bias.expand(x.shape[0], -1)  # [n, e]
         if self.bias_vl is not None:
-            bias = torch.where(image.unsqueeze(1), self.bias_vl, bias)
+            bias = torch.stack((self.bias, self.bias_vl))[image.long()]
         return self.ops.route(self.ops.linear_wide(x, self.weight), bias, self.active, self.scale, self.function)
 
 
@@ -57,7 +59,8 @@ class Stack(nn.Module):
         super().__init__()
         self.weight, self.scale = empty_weight(stored, experts, outputs, inputs)
 
-    def pair(self) -> tuple[Tensor, Tensor | None]:
+    def pair(self) -> tuple[Tensor, Any]:
+        """The weight, and what stands beside it: scales, or a master's format (see `model/masters.py`)."""
         return self.weight, self.scale
 
 

@@ -7,14 +7,15 @@
 
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from openv41.formats import INDEX, LATENT
 from openv41.model.compressor import Compressor
-from openv41.model.indexer import Indexer, IndexKeys
+from openv41.model.indexer import Indexer, IndexKeys, Keys
 from openv41.plan import LayerPlan, last_published
-from openv41.state import Cache, Run, Sight, SourceState, Step
+from openv41.state import Cache, Run, Sight, Step
 
 
 @dataclass(frozen=True)
@@ -35,39 +36,37 @@ class Source:
     def __call__(
         self, x: Float[Tensor, "n dim"], qr: Float[Tensor, "n r"], step: Step, sight: Sight, cache: Cache
     ) -> Sight:
-        state = cache.sources[self.plan.layer]
-        if sight.latents is not state.latents:  # a half-depth prefill has published them before, for more tokens
-            self.publish(x, step, cache)
+        if not sight.holds(cache.sources[self.plan.layer].latents):  # else a half-depth prefill has, for more tokens
+            sight = self.publish(x, step, sight, cache)
         keys = [self._keys(run, cache) for run in step.runs]
         picks = self.indexer(x, qr, step, keys, within=None)
-        return sight.having(
-            latents=state.latents,
-            keys=state.keys,
-            picks=picks.positions,
-            rows=state.latents.rows(step.slot, picks.positions),
-            candidates=sight.candidates if picks.blocks is None else picks.blocks,
-        )
+        latents, _ = sight.source()
+        made = {"picks": picks.positions, "rows": latents.rows(step.slot, picks.positions)}
+        if picks.blocks is not None:
+            made["candidates"] = picks.blocks
+        return sight.having(**made)
 
-    def publish(self, x: Float[Tensor, "n dim"], step: Step, cache: Cache) -> SourceState:
-        """Make latents and index keys of the groups that the step completes, and write them."""
+    def publish(self, x: Float[Tensor, "n dim"], step: Step, sight: Sight, cache: Cache) -> Sight:
+        """Make latents and index keys of the groups that the step completes, write them, and hand them down."""
         state = cache.sources[self.plan.layer]
         groups = step.groups(self.plan.ratio)
         first = groups.index * self.plan.ratio  # a latent stands at the position of its group's first token
         latents = self.compressor(x, step, state.group)
         if step.replay:  # they stand already; at a halo's edge these would be others
-            return state
+            return sight.having(latents=state.latents, keys=state.keys)
         ops = self.indexer.ops
-        state.keys.write(groups, ops.store(self.indexer.keys(latents, first), INDEX, state.keys.packed))
+        with torch.no_grad():  # keys only choose
+            state.keys.write(groups, ops.store(self.indexer.keys(latents, first), INDEX, state.keys.packed))
         turned = ops.rotate(latents, *self.indexer.rotary.at(first), inverse=False)
-        state.latents.write(groups, ops.store(turned, LATENT, state.latents.packed))
-        return state
+        table = state.latents.push(groups, ops.store(turned, LATENT, state.latents.packed))
+        return sight.having(latents=table, keys=state.keys)
 
-    def _keys(self, run: Run, cache: Cache) -> Float[Tensor, "p c"]:
+    def _keys(self, run: Run, cache: Cache) -> Keys:
         layer, count = self.plan.layer, run.end // self.plan.ratio
         if self.index_keys == "as_written" and run.start > 0 and run.length == 1 and run.end % self.plan.ratio:
             published = last_published(self.layers, layer, run.start)
             layer = layer if published is None else published
-        return self.indexer.ops.read(cache.sources[layer].keys.first(run.slot, count), INDEX)
+        return Keys.of_slot(cache.sources[layer].keys, run.slot, count, self.indexer.ops)
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Rescorer:
         self, x: Float[Tensor, "n dim"], qr: Float[Tensor, "n r"], step: Step, sight: Sight, cache: Cache
     ) -> Sight:
         latents, keys = sight.source()
-        known = [self.indexer.ops.read(keys.first(run.slot, run.end // keys.ratio), INDEX) for run in step.runs]
+        known = [Keys.of_slot(keys, run.slot, run.end // keys.ratio, self.indexer.ops) for run in step.runs]
         picks = self.indexer(x, qr, step, known, sight.candidates).positions
         return sight.having(picks=picks, rows=latents.rows(step.slot, picks))
 

@@ -3,13 +3,13 @@
 Every visible position j of token t gets a score, sum over heads of relu(q_t . key_j) * weight_t, from queries and keys
 small enough to go through the whole past; the `index_topk` best are picked, in order of position. Ties go to the lower
 position. The candidate source also keeps the best blocks of neighbouring positions, and re-scorers below it pick
-inside those.
+inside those: far from the start they score the candidates alone, so their cost stops growing with the past.
 
 A position's key is made of its latent, so only layers that make latents make keys; re-scorers score the same keys with
 queries of their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +22,7 @@ from openv41.formats import INDEX
 from openv41.model.layers import Linear, RMSNorm, Rotary, stored_in
 from openv41.ops import Ops
 from openv41.plan import LayerPlan
-from openv41.state import Step
+from openv41.state import Paged, Step
 
 IndexKeys = Literal["own_keys", "as_written"]
 
@@ -32,6 +32,16 @@ SCORE_BYTES = 256 << 20
 SIZES = 1024
 """Positions are scored up to a multiple of this; those that a token does not see are not picked."""
 
+GATHER = 2
+"""Candidates are gathered where a token sees at least so many times as many positions as it has candidates. Below that,
+scoring everything in one product and hiding the rest costs less than gathering."""
+
+
+def bytes_of_score(heads: int) -> int:
+    """Bytes that one token's score of one position takes while it is made, at most: a product a head, its share, and
+    the sum, in up to 8 bytes each."""
+    return (2 * heads + 2) * 8
+
 
 @dataclass(frozen=True)
 class Picks:
@@ -40,6 +50,31 @@ class Picks:
 
     positions: Int[Tensor, "n k"]
     blocks: Bool[Tensor, "n blocks"] | None
+
+
+@dataclass(frozen=True)
+class Keys:
+    """A sequence's index keys as one run sees them: `count` positions, `upto(j)` the first j of them [j, c], `at` those
+    of any positions. Values, ready to be scored; nothing is read before it is asked for."""
+
+    count: int
+    upto: Callable[[int], Float[Tensor, "p c"]]
+    at: Callable[[Int[Tensor, "some"]], Float[Tensor, "some c"]]
+
+    @classmethod
+    def of(cls, values: Float[Tensor, "p c"]) -> "Keys":
+        """Keys that lie in one tensor."""
+        return cls(values.shape[0], lambda count: values[:count], lambda positions: values[positions])
+
+    @classmethod
+    def of_slot(cls, table: Paged, slot: int, count: int, ops: Ops) -> "Keys":
+        """The first `count` keys of a slot of the cache."""
+
+        def at(positions: Int[Tensor, "some"]) -> Float[Tensor, "some c"]:
+            rows = table.rows(positions.new_full((1,), slot), positions.unsqueeze(0)).squeeze(0)
+            return ops.read(table.table[rows], INDEX)
+
+        return cls(count, lambda count: ops.read(table.first(slot, count), INDEX), at)
 
 
 class Indexer(nn.Module):
@@ -56,6 +91,9 @@ class Indexer(nn.Module):
         self.weight_scale = (c.index_head_dim * c.index_n_heads) ** -0.5
         # Up to so many visible positions, all of them are picked and all of their blocks kept: no need to score.
         self.all_picked = min(self.topk, self.keeps_blocks * self.block) if self.keeps_blocks else self.topk
+        # From so many visible positions on, a re-scorer gathers its candidates and scores no others.
+        self.gathers_from = max(GATHER * c.candidate_topk_blocks * c.candidate_block_size, self.topk + self.block)
+        self.most_blocks = c.candidate_topk_blocks
         self.score_bytes, self.always_score = SCORE_BYTES, False
         self.wq_b = Linear(c.q_lora_rank, c.index_n_heads * c.index_head_dim, stored_in(c), ops)
         self.weights_proj = Linear(c.dim, c.index_n_heads, "bf16", ops)
@@ -76,35 +114,46 @@ class Indexer(nn.Module):
         weights = self.weights_proj(x)
         return self.ops.quantise(q, INDEX), (weights * self.weight_scale).to(weights.dtype)
 
+    @torch.no_grad()  # picks are numbers: no gradient passes through them
     def forward(
         self,
         x: Float[Tensor, "n dim"],
         qr: Float[Tensor, "n r"],
         step: Step,
-        keys: Sequence[Float[Tensor, "_ c"]],
+        keys: Sequence[Keys],
         within: Bool[Tensor, "n blocks"] | None,
     ) -> Picks:
         """`keys`: for each run of the step, its slot's keys up to the run's end. `within`: candidate blocks, if any."""
         q, weights = self.queries(x, qr, step.position)
         visible = step.visible(self.ratio)
-        most = max(known.shape[0] for known in keys)
-        positions = torch.full((len(step), min(self.topk, most)), -1, dtype=torch.int64, device=x.device)
+        most = max(known.count for known in keys)
+        positions = torch.full((len(step), min(self.topk, most)), -1, dtype=torch.int64, device=step.device)
         blocks = None
         if self.keeps_blocks:
-            blocks = torch.zeros((len(step), -(-most // self.block)), dtype=torch.bool, device=x.device)
+            blocks = torch.zeros((len(step), -(-most // self.block)), dtype=torch.bool, device=step.device)
         for run, known in zip(step.runs, keys, strict=True):
-            for piece in run.pieces(self._rows_at_once(known.shape[0])):
+            gathers = within is not None and known.count >= self.gathers_from and not self.always_score
+            values = None
+            for piece in run.pieces(self._rows_at_once(known.count)):
                 seen = visible[piece]
                 count = int(seen.max())
                 if count == 0:
                     continue
+                if gathers and within is not None and int(seen.min()) >= self.gathers_from:
+                    for row in range(piece.start, piece.stop):  # each token has candidates of its own
+                        positions[row] = self._pick_inside(
+                            q[row], weights[row], known, within[row], int(visible[row]), positions.shape[1]
+                        )
+                    continue
+                if values is None:
+                    values = known.upto(known.count)
                 # To a multiple, so that the pieces' tensors have few sizes: an allocator cannot put ever larger ones
                 # where smaller ones were, and the process would grow by all of them.
-                scored = min(known.shape[0], -(-count // SIZES) * SIZES)
+                scored = min(known.count, -(-count // SIZES) * SIZES)
                 scores = None
                 if count > self.all_picked or self.always_score:
                     inside = None if within is None else within[piece]
-                    scores = self.scores(q[piece], weights[piece], known[:scored], inside)
+                    scores = self.scores(q[piece], weights[piece], values[:scored], inside)
                 positions[piece] = self._pick(scores, seen, positions.shape[1])
                 if blocks is not None:
                     kept = self._keep(scores, seen)
@@ -112,9 +161,8 @@ class Indexer(nn.Module):
         return Picks(positions, blocks)
 
     def _rows_at_once(self, positions: int) -> int:
-        # Per token and position: a product a head, its share, and the sum, in up to 8 bytes each. No more than 256
-        # tokens, since all of a piece's tokens are scored up to the last one's newest position.
-        return max(1, min(256, self.score_bytes // max(1, positions * (2 * self.heads + 2) * 8)))
+        # No more than 256 tokens, since all of a piece's tokens are scored up to the last one's newest position.
+        return max(1, min(256, self.score_bytes // max(1, positions * bytes_of_score(self.heads))))
 
     def scores(
         self,
@@ -128,13 +176,24 @@ class Indexer(nn.Module):
         if within is None:
             return scores
         inside = within.repeat_interleave(self.block, 1)[:, : keys.shape[0]]
-        return scores.masked_fill(~inside, -torch.inf)
+        return scores.masked_fill(~inside.to(scores.device), -torch.inf)
 
     def _pick(self, scores: Tensor | None, visible: Tensor, k: int) -> Int[Tensor, "n k"]:
         if scores is not None:
             return self.ops.pick(scores, visible, k)
         position = torch.arange(k, device=visible.device).expand(visible.shape[0], k)
         return position.masked_fill(position >= visible.unsqueeze(1), -1)
+
+    def _pick_inside(
+        self, q: Tensor, weights: Tensor, keys: Keys, within: Bool[Tensor, "blocks"], visible: int, k: int
+    ) -> Int[Tensor, "k"]:
+        """One token's picks, from its candidates alone: the same as hiding all others, without scoring them."""
+        kept = within.nonzero().squeeze(1)
+        inside = (kept.unsqueeze(1) * self.block + torch.arange(self.block, device=kept.device)).flatten()
+        inside = inside[inside < visible]
+        scores = self.ops.index_scores(q.unsqueeze(0), weights.unsqueeze(0), keys.at(inside))
+        chosen = self.ops.pick(scores, inside.new_full((1,), len(inside)), k).squeeze(0)
+        return torch.where(chosen < 0, -1, inside[chosen])
 
     def _keep(self, scores: Tensor | None, visible: Tensor) -> Bool[Tensor, "n blocks"]:
         if scores is not None:

@@ -1,4 +1,4 @@
-"""The three layers that everything else is made of: Linear, RMSNorm, Rotary.
+"""The layers that everything else is made of: Linear, Embedding, RMSNorm, Rotary.
 
 Parameters are created empty, in the formats they are stored in: load a checkpoint, or fill them by name.
 """
@@ -68,13 +68,21 @@ class WideLinear(nn.Module):
         return self.ops.linear_wide(x, self.weight)
 
 
+class Embedding(nn.Module):
+    """A row for every id of the vocabulary."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocabulary, width, dtype=torch.bfloat16))
+
+
 class RMSNorm(nn.Module):
     """x over its root mean square, times a learned weight. With the published eps of 1e-20 a zero row stays zero."""
 
-    def __init__(self, width: int, eps: float, ops: Ops) -> None:
+    def __init__(self, width: int, eps: float, ops: Ops, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
         self.ops, self.eps = ops, eps
-        self.weight = nn.Parameter(torch.ones(width, dtype=torch.bfloat16))
+        self.weight = nn.Parameter(torch.ones(width, dtype=dtype))
 
     def forward(self, x: Float[Tensor, "*n width"]) -> Float[Tensor, "*n width"]:
         return self.ops.rms_norm(x, self.weight, self.eps)

@@ -12,6 +12,7 @@ float dtype throughout, no rounding of our own: what the model would be on ideal
 differentiated and compared to 1e-9).
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from openv41.errors import OpsError
 from openv41.formats import BlockFormat
-from openv41.ops.reference import Numerics, ReferenceOps
+from openv41.ops.reference import Activation, Numerics, ReferenceOps
 
 
 @runtime_checkable
@@ -38,6 +39,9 @@ class Ops(Protocol):
 
     def linear_wide(self, x: Float[Tensor, "n inputs"], weight: Tensor) -> Float[Tensor, "n outputs"]:
         """x @ weight.T left in the accumulator's precision (float32; float64 for float64)."""
+
+    def linear_bias(self, x: Float[Tensor, "n inputs"], weight: Tensor, bias: Tensor) -> Float[Tensor, "n outputs"]:
+        """x @ weight.T + bias, nothing quantised. In x's dtype."""
 
     def grouped_linear(
         self, x: Float[Tensor, "n g inputs"], weight: Tensor, scale: Tensor | None
@@ -93,6 +97,17 @@ class Ops(Protocol):
 
         Tables hold rounded rows [.., d], or records of bytes: near in the window's format, far in the latents'."""
 
+    def full_attention(
+        self,
+        q: Float[Tensor, "n h d"],
+        k: Float[Tensor, "n h d"],
+        v: Float[Tensor, "n h d"],
+        lengths: Sequence[int],
+        scale: float,
+    ) -> Float[Tensor, "n h d"]:
+        """Softmax attention in which each row sees all rows of its own group: the first `lengths[0]` rows are one
+        group, the next `lengths[1]` another, and so on."""
+
     def mix(
         self, streams: Float[Tensor, "n m dim"], fn: Tensor, base: Tensor, scale: Tensor, rounds: int, eps: float,
         norm_eps: float,
@@ -114,12 +129,16 @@ class Ops(Protocol):
     def route(
         self, logits: Float[Tensor, "n e"], bias: Float[Tensor, "*n e"], k: int, scale: float, function: str
     ) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
-        """Weights and numbers of each token's k experts, best first; the bias takes part in the choice only."""
+        """Weights and numbers of each token's k experts, best first; the bias takes part in the choice only. Weights
+        are scores over their sum, times scale; with k = 1 the score itself, times scale."""
 
     def swiglu(
         self, gate: Float[Tensor, "n f"], up: Float[Tensor, "n f"], limit: float, routing: Float[Tensor, "n 1"] | None
     ) -> Float[Tensor, "n f"]:
         """silu(gate) * up with both clamped at `limit` (0: not at all), times the routing weight."""
+
+    def activate(self, x: Float[Tensor, "*n k"], function: Activation) -> Float[Tensor, "*n k"]:
+        """silu (x times its sigmoid) or gelu (x times the normal distribution's share below x), element by element."""
 
     def experts(
         self,
@@ -152,14 +171,20 @@ SETS = ("reference", "cpu")
 
 
 def choose(
-    device: str | torch.device = "cpu", want: str = "auto", numerics: Numerics = "published", **options: Any
+    device: str | torch.device = "cpu",
+    want: str = "auto",
+    numerics: Numerics = "published",
+    training: bool = False,
+    **options: Any,
 ) -> Ops:
     """The set of operations for a device: "reference", "cpu", or "auto" (the fastest that the device has).
 
+    `training` makes it differentiable: the same results, with straight-through gradients (see `ops.training`).
     `options` go to the set's constructor: `dtype` with plain numerics, `weights` with the cpu set.
     Raises `OpsError` for an unknown name or a set that the device cannot run.
     """
     from openv41.ops.cpu import CpuOps
+    from openv41.ops.training import TrainingOps
 
     kind = torch.device(device).type
     if want == "auto":
@@ -168,4 +193,5 @@ def choose(
         raise OpsError(f"unknown set of ops {want!r}: use one of {', '.join(SETS)}, or auto")
     if want == "cpu" and kind != "cpu":
         raise OpsError(f"the cpu ops run on the CPU only, not on {kind}: use reference or auto there")
-    return CpuOps(numerics, **options) if want == "cpu" else ReferenceOps(numerics, **options)
+    ops = CpuOps(numerics, **options) if want == "cpu" else ReferenceOps(numerics, **options)
+    return TrainingOps(ops) if training else ops

@@ -5,7 +5,8 @@ elementary functions. Rounding to bf16, fp8 and fp4 happens in the same places, 
 last bit meets a rounding border. Rows are *not* promised to be stable: a matrix library picks its kernel by the shape.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Literal
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from openv41.errors import OpsError
 from openv41.formats import LATENT, WINDOW, BlockFormat
-from openv41.ops.reference import LIST_BLOCK, NO_SCORE, Numerics, ReferenceOps, ascending, wide
+from openv41.ops.reference import LIST_BLOCK, NO_SCORE, Activation, Numerics, ReferenceOps, ascending, wide
 
 Weights = Literal["stored", "cached", "bf16", "fp32"]
 
@@ -65,6 +66,14 @@ class CpuOps(ReferenceOps):
     def softplus(self, x: Tensor) -> Tensor:
         return F.softplus(x)
 
+    def activate(self, x: Float[Tensor, "*n k"], function: Activation) -> Float[Tensor, "*n k"]:
+        """The library's silu widens and rounds element by element: no wide copy of the whole. Its gelu has an error
+        function of its own, which is off by more than the last bit for large negative values."""
+        return F.silu(x) if function == "silu" else super().activate(x, function)
+
+    def erf(self, x: Tensor) -> Tensor:
+        return x.erf()
+
     def rotate(
         self,
         x: Float[Tensor, "n *h d"],
@@ -96,6 +105,10 @@ class CpuOps(ReferenceOps):
     def linear_wide(self, x: Float[Tensor, "n inputs"], weight: Tensor) -> Float[Tensor, "n outputs"]:
         return F.linear(wide(x), self.values(weight, None, wide=True))
 
+    def linear_bias(self, x: Float[Tensor, "n inputs"], weight: Tensor, bias: Tensor) -> Float[Tensor, "n outputs"]:
+        values = self.values(weight, None)
+        return F.linear(x.to(values.dtype), values, bias.to(values.dtype)).to(x.dtype)
+
     def grouped_linear(
         self, x: Float[Tensor, "n g inputs"], weight: Tensor, scale: Tensor | None
     ) -> Float[Tensor, "n g outputs"]:
@@ -115,17 +128,17 @@ class CpuOps(ReferenceOps):
             dtype = torch.bfloat16
         if scale is None and weight.dtype == dtype:
             return weight
-        if not self.caches:
+        if not self.caches or (weight.requires_grad and torch.is_grad_enabled()):
             return self._dequantise(weight, scale, dtype)
         held = self.held.get(weight)
         state = (_version(weight), _version(scale), dtype)
         if held is None or held[0] != state:
-            held = (state, self._dequantise(weight, scale, dtype))
+            held = (state, self._dequantise(weight, scale, dtype).detach())
             self.held[weight] = held
         return held[1]
 
     def _dequantise(self, weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-        return self.dense(weight, scale).detach().to(dtype)
+        return self.dense(weight, scale).to(dtype)
 
     def experts(
         self,
@@ -248,6 +261,25 @@ class CpuOps(ReferenceOps):
             return values.float()
 
         return picked
+
+    def full_attention(
+        self,
+        q: Float[Tensor, "n h d"],
+        k: Float[Tensor, "n h d"],
+        v: Float[Tensor, "n h d"],
+        lengths: Sequence[int],
+        scale: float,
+    ) -> Float[Tensor, "n h d"]:
+        """The library's attention, once for each run of groups of equal length: no row is padded."""
+        runs = [(length, len(list(same))) for length, same in groupby(lengths)]
+        sizes = [length * count for length, count in runs]
+        pieces = [q[:0]]
+        for (length, _), *rows in zip(runs, *(x.split(sizes) for x in (q, k, v)), strict=True):
+            # [count, h, length, d], wide: in bf16 the library rounds the probabilities
+            queries, keys, values = (wide(x).unflatten(0, (-1, length)).transpose(1, 2) for x in rows)
+            out = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
+            pieces.append(out.transpose(1, 2).flatten(0, 1).to(q.dtype))
+        return torch.cat(pieces)
 
     def _attend(self, q: Tensor, rows: Tensor, listed: Tensor, sink: Tensor, scale: float) -> Tensor:
         t = rows.shape[1]

@@ -88,6 +88,7 @@ LN2_HIGH = 0.693147180369123816490  # the leading 33 bits of ln 2, so that k * L
 LN2_LOW = 1.90821492927058770002e-10
 EXP_TERMS = [1.0 / math.factorial(i) for i in range(13, -1, -1)]
 ATANH_TERMS = [2.0 / (2 * i + 1) for i in range(17, -1, -1)]
+ERF_TERMS = [2.0 ** (i + 1) / math.prod(range(1, 2 * i + 2, 2)) / math.sqrt(math.pi) for i in range(80, -1, -1)]
 
 
 def _exp(x: Tensor) -> Tensor:
@@ -118,6 +119,13 @@ def softplus(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     t = _exp(-wide.abs())
     s = t / (2.0 + t)
     return (wide.clamp_min(0.0) + s * _polynomial(ATANH_TERMS, s * s)).float()
+
+
+def erf(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """The error function as e^(-x^2) times a series of positive terms. From 4 on it is 1 in float32."""
+    wide = x.double().clamp(-4.0, 4.0)
+    square = wide * wide
+    return (wide * _exp(-square) * _polynomial(ERF_TERMS, square)).float()
 
 
 def sqrt(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:

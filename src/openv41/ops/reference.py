@@ -8,6 +8,7 @@ Precision is written at both ends: `wide` is the accumulator's precision, `.to(x
 `numerics="plain"` x is float64 (or float32), wide is the same, every such rounding is none, and sums are ordinary.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -20,6 +21,7 @@ from openv41.formats import LATENT, WINDOW, BlockFormat, e2m1_values, split_nibb
 from openv41.ops import exact
 
 Numerics = Literal["published", "plain"]
+Activation = Literal["silu", "gelu"]
 
 LIST_BLOCK = 64
 """Entries of an attention list between two updates of the running maximum."""
@@ -85,6 +87,9 @@ class ReferenceOps:
 
     def linear_wide(self, x: Float[Tensor, "n inputs"], weight: Tensor) -> Float[Tensor, "n outputs"]:
         return self.matmul(x, weight)
+
+    def linear_bias(self, x: Float[Tensor, "n inputs"], weight: Tensor, bias: Tensor) -> Float[Tensor, "n outputs"]:
+        return (self.matmul(x, weight) + wide(bias)).to(x.dtype)
 
     def grouped_linear(
         self, x: Float[Tensor, "n g inputs"], weight: Tensor, scale: Tensor | None
@@ -212,6 +217,24 @@ class ReferenceOps:
             best = higher
         return (result / (total + self.exp(sink.float() - best)).unsqueeze(-1)).to(q.dtype)
 
+    def full_attention(
+        self,
+        q: Float[Tensor, "n h d"],
+        k: Float[Tensor, "n h d"],
+        v: Float[Tensor, "n h d"],
+        lengths: Sequence[int],
+        scale: float,
+    ) -> Float[Tensor, "n h d"]:
+        """All of it in wide precision, probabilities included: one rounding, of the result."""
+        pieces = [q[:0]]
+        for queries, keys, values in zip(*(x.split(list(lengths)) for x in (q, k, v)), strict=True):
+            for some in queries.split(32):  # queries at a time, to bound the memory
+                scores = self.matmul(some.transpose(0, 1), keys.transpose(0, 1)) * scale  # [h, 32, t]
+                p = self.exp(scores - scores.amax(-1, keepdim=True))
+                weighed = self.matmul(p, values.permute(1, 2, 0))  # [h, 32, d]
+                pieces.append((weighed / self.sum(p).unsqueeze(-1)).to(q.dtype).transpose(0, 1))
+        return torch.cat(pieces)
+
     # Hyper-connections
 
     def mix(
@@ -266,16 +289,24 @@ class ReferenceOps:
     def route(
         self, logits: Float[Tensor, "n e"], bias: Float[Tensor, "*n e"], k: int, scale: float, function: str
     ) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
+        scores = self.router_scores(logits, function)
+        chosen = (scores + bias).sort(descending=True, stable=True).indices[:, :k]
+        return self.weigh(scores, chosen, scale), chosen
+
+    def router_scores(self, logits: Float[Tensor, "n e"], function: str) -> Float[Tensor, "n e"]:
         if function == "softmax":
             shifted = self.exp(logits - logits.amax(-1, keepdim=True))
-            scores = shifted / self.sum(shifted).unsqueeze(-1)
-        elif function == "sigmoid":
-            scores = self.sigmoid(logits)
-        else:
-            scores = self.sqrt(self.softplus(logits))
-        chosen = (scores + bias).sort(descending=True, stable=True).indices[:, :k]
+            return shifted / self.sum(shifted).unsqueeze(-1)
+        return self.sigmoid(logits) if function == "sigmoid" else self.sqrt(self.softplus(logits))
+
+    def weigh(
+        self, scores: Float[Tensor, "n e"], chosen: Int[Tensor, "n k"], scale: float
+    ) -> Float[Tensor, "n k"]:
+        """The weights of the chosen experts."""
         weights = scores.gather(1, chosen)
-        return weights / (self.sum(weights).unsqueeze(1) + 1e-20) * scale, chosen
+        if chosen.shape[1] > 1:  # one expert keeps its score: over itself it would always be 1
+            weights = weights / (self.sum(weights).unsqueeze(1) + 1e-20)
+        return weights * scale
 
     def swiglu(
         self, gate: Float[Tensor, "n f"], up: Float[Tensor, "n f"], limit: float, routing: Tensor | None
@@ -286,6 +317,11 @@ class ReferenceOps:
             g, u = g.clamp_max(limit), u.clamp(-limit, limit)
         product = g * self.sigmoid(g) * u
         return (product if routing is None else product * routing).to(gate.dtype)
+
+    def activate(self, x: Float[Tensor, "*n k"], function: Activation) -> Float[Tensor, "*n k"]:
+        if function == "silu":
+            return (wide(x) * self.sigmoid(wide(x))).to(x.dtype)
+        return (wide(x) * 0.5 * (1 + self.erf(wide(x) * 2**-0.5))).to(x.dtype)
 
     def experts(
         self,
@@ -347,6 +383,9 @@ class ReferenceOps:
 
     def softplus(self, x: Tensor) -> Tensor:
         return F.softplus(x) if self.plain else exact.softplus(x)
+
+    def erf(self, x: Tensor) -> Tensor:
+        return x.erf() if self.plain else exact.erf(x)
 
 
 def _with_scales(values: Float[Tensor, "n k"], scales: Tensor) -> Float[Tensor, "b n 33"]:

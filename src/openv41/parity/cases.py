@@ -12,14 +12,22 @@ from openv41.errors import OpenV41Error
 from openv41.ops import Ops, choose
 from openv41.parity.compare import Finding, Sheet
 from openv41.parity.folder import BadCase, Case, Folder, FolderError, Skip
-from openv41.parity.groups import block, compressor, indexer, model, quant, real, rope, sparse_attn, stack, window
+from openv41.parity.groups import (
+    block,
+    compressor,
+    indexer,
+    model,
+    quant,
+    real,
+    rope,
+    sparse_attn,
+    stack,
+    vision,
+    window,
+)
 
 Runner = Callable[[Case, Ops, Sheet], None]
 Status = Literal["PASS", "FAIL", "SKIP"]
-
-
-def _vision(case: Case, ops: Ops, sheet: Sheet) -> None:
-    raise Skip("vision tower not implemented yet")
 
 
 GROUPS: dict[str, Runner] = {
@@ -32,7 +40,7 @@ GROUPS: dict[str, Runner] = {
     "stack": stack.run,
     "block": block.run,
     "model": model.run,
-    "vision": _vision,
+    "vision": vision.run,
     "real": real.run,
 }
 

@@ -59,12 +59,13 @@ class Watch:
         step, within = inputs["step"], inputs["within"]
         q, weights = indexer.queries(inputs["x"], inputs["qr"], step.position)
         visible = step.visible(indexer.ratio)
-        scores = q.new_full((len(step), max(known.shape[0] for known in inputs["keys"])), NOTHING)
+        scores = q.new_full((len(step), max(known.count for known in inputs["keys"])), NOTHING)
         for run, known in zip(step.runs, inputs["keys"], strict=True):
             for piece in run.pieces(256):
-                if known.shape[0]:
+                if known.count:
                     inside = None if within is None else within[piece]
-                    scores[piece, : known.shape[0]] = indexer.scores(q[piece], weights[piece], known, inside)
+                    every = known.upto(known.count)
+                    scores[piece, : known.count] = indexer.scores(q[piece], weights[piece], every, inside)
         scores = hide(scores, visible)
         tied = tied_picks(scores, indexer.topk)
         if indexer.keeps_blocks:

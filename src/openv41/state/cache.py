@@ -34,6 +34,7 @@ class Cache:
     longest draft); with 0 a window ring holds exactly `window_size` rows. `store`: "wide" keeps rounded rows in the
     activations' `dtype` (bf16 holds every rounded value; float64 for plain numerics); "packed" keeps records of bytes:
     528 a window row, 288 a latent, 68 an index key in the released model. Reading gives the same bits either way.
+    With `draft` it also keeps a ring for each stage of the draft, as `windows` are: see `Draft.remember`.
 
     Verbs: `open` a slot, `step` to make the next step, `admit` it (makes room; the model calls it), `extend` (the step
     has been run; the model calls it), `view` what is kept, `rewind`, `fork`, `save`, `restore`, `close`.
@@ -49,6 +50,7 @@ class Cache:
         device: str | torch.device = "cpu",
         layers: Sequence[LayerPlan] | None = None,
         store: Literal["wide", "packed"] = "wide",
+        draft: bool = False,
     ) -> None:
         if slots < 1 or slack < 0 or (tokens is not None and tokens < 1):
             raise CacheError(
@@ -59,7 +61,9 @@ class Cache:
         if store == "packed" and dtype != torch.bfloat16:
             raise CacheError(f"packed rows are those of published numerics (bf16), got {dtype}: use store='wide'")
         plan = plan_layers(config)[: config.n_layers] if layers is None else tuple(layers)
-        self.config, self.slots, self.slack, self.dtype, self.device = config, slots, slack, dtype, device
+        self.config, self.slots, self.slack, self.dtype = config, slots, slack, dtype
+        # On the meta device tables have shapes and no memory; row numbers are worked out all the same.
+        self.device = torch.device("cpu" if torch.device(device).type == "meta" else device)
         self.store = store
         self.lengths: list[int | None] = [None] * slots
         self.highest = [0] * slots  # the length that a slot's rings were written up to, rejected tokens included
@@ -67,7 +71,7 @@ class Cache:
         ratios = [row.ratio for row in plan if row.ratio] or [1]
         page = lcm(*ratios, 64, *(r * config.candidate_block_size for r in ratios if config.candidate_block_size))
         tokens = slots * 4096 if tokens is None else tokens
-        self.pages = Pages(slots + -(-tokens // page), page, slots, device)
+        self.pages = Pages(slots + -(-tokens // page), page, slots, self.device, -(-config.context // page))
 
         def kept(form: BlockFormat, width: int) -> tuple[int, torch.dtype]:
             return (width, dtype) if store == "wide" else (form.record_bytes(width), torch.uint8)
@@ -75,6 +79,8 @@ class Cache:
         window, latent = kept(WINDOW, config.head_dim), kept(LATENT, config.head_dim)
         key = kept(INDEX, config.index_head_dim)
         self.windows = {row.layer: Ring(slots, config.window_size + slack, *window, device) for row in plan}
+        stages = plan_layers(config)[config.n_layers :] if draft else ()
+        self.drafts = {row.layer: Ring(slots, config.window_size + slack, *window, device) for row in stages}
         self.sources = {
             row.layer: SourceState(
                 Paged(self.pages, row.ratio, *latent, device),
@@ -84,7 +90,7 @@ class Cache:
             for row in plan
             if row.latents_from == row.layer
         }
-        self.tail = Ring(slots, max(1, config.engram_max_ngram_size - 1 + slack), 2, torch.int64, device)
+        self.tail = Ring(slots, max(1, config.engram_max_ngram_size - 1 + slack), 2, torch.int64, self.device)
 
     # Verbs
 
@@ -108,10 +114,11 @@ class Cache:
         wanted: Literal["last", "all", "none"] = "last",
         image: Tensor | None = None,
         prompts: Mapping[int, int] | None = None,
+        features: Tensor | None = None,
     ) -> Step:
         """The next tokens of some slots, (slot, ids) each, at the positions where the slots stand. See `Step.pack`."""
         placed = [(slot, self.length(slot), ids) for slot, ids in parts]
-        return Step.pack(placed, wanted, image, self.device, prompts)
+        return Step.pack(placed, wanted, image, self.device, prompts, features=features)
 
     def admit(self, step: Step) -> None:
         """Check that the step continues its slots, and make room for it: all or nothing, before anything is written."""
@@ -199,12 +206,14 @@ class Cache:
     # Reading
 
     def view(self, kind: str, layer: int, slot: int) -> Tensor:
-        """What a slot keeps of one kind, by position: `window` [min(length, window), d], oldest first; `latents`
-        [length // ratio, d]; `keys` [length // ratio, c]; `group` [length % ratio, 2 d], kv then gate."""
+        """What a slot keeps of one kind, by position: `window` [min(length, window), d], oldest first, and `draft` of a
+        stage likewise; `latents` [length // ratio, d]; `keys` [length // ratio, c]; `group` [length % ratio, 2 d], kv
+        then gate."""
         length = self.length(slot)
-        if kind == "window" and layer in self.windows:
+        rings = {"window": self.windows, "draft": self.drafts}.get(kind, {})
+        if layer in rings:
             held = range(max(0, length - self.config.window_size), length)
-            return self._values(self.windows[layer].rows_of(slot, held), WINDOW)
+            return self._values(rings[layer].rows_of(slot, held), WINDOW)
         if kind in ("latents", "keys", "group") and layer in self.sources:
             source = self.sources[layer]
             ratio = source.latents.ratio
@@ -215,7 +224,8 @@ class Cache:
             if source.group is not None:
                 return source.group.rows_of(slot, range(length - length % ratio, length))
         raise CacheError(
-            f"layer {layer} keeps no {kind!r}: every layer keeps window; KV sources keep latents, keys and group"
+            f"layer {layer} keeps no {kind!r}: every layer keeps window; KV sources keep latents, keys and group; "
+            "a draft's stages keep draft, in a cache made with draft=True"
         )
 
     def _values(self, rows: Tensor, form: BlockFormat) -> Tensor:
@@ -232,6 +242,7 @@ class Cache:
             "keys": size(source.keys.table for source in self.sources.values()),
             "group": size(source.group.table for source in self.sources.values() if source.group is not None),
             "tail": self.tail.table.nbytes,
+            "draft": size(ring.table for ring in self.drafts.values()),
             "pages": self.pages.numbers.nbytes,
         }
 
@@ -239,7 +250,8 @@ class Cache:
         """Every ring by name."""
         windows = {f"window.{layer}": ring for layer, ring in self.windows.items()}
         groups = {f"group.{layer}": source.group for layer, source in self.sources.items() if source.group is not None}
-        return {**windows, **groups, "tail": self.tail}
+        drafts = {f"draft.{layer}": ring for layer, ring in self.drafts.items()}
+        return {**windows, **groups, "tail": self.tail, **drafts}
 
     def _paged(self) -> Iterator[Paged]:
         return (table for source in self.sources.values() for table in (source.latents, source.keys))

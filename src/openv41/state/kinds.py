@@ -64,6 +64,14 @@ KINDS = (
         "the n-gram hash of Engram",
         "as window",
     ),
+    Kind(
+        "draft",
+        "a ring of `window_size + slack` vectors of a head's width",
+        "the draft's stages, where asked for",
+        "every token, when the draft is told of it",
+        "the stage's attention",
+        "as window",
+    ),
 )
 
 
@@ -76,7 +84,8 @@ class Sizes:
 
 
 def bytes_of_slot(config: Config, slack: int = 0, packed: bool = True) -> Sizes:
-    """Sizes in a cache of that storage (packed records, or bf16 rows). Pages round `per_token` up; see `Cache`."""
+    """Sizes in a cache of that storage (packed records, or bf16 rows), with the draft's rings. Pages round `per_token`
+    up; see `Cache`."""
 
     def row(form_bytes: int, width: int) -> int:
         return form_bytes if packed else 2 * width
@@ -92,6 +101,7 @@ def bytes_of_slot(config: Config, slack: int = 0, packed: bool = True) -> Sizes:
             "window": config.n_layers * (config.window_size + slack) * window,
             "group": groups,
             "tail": 2 * 8 * max(1, config.engram_max_ngram_size - 1 + slack),
+            "draft": config.n_mtp_layers * (config.window_size + slack) * window,
         },
         per_token={
             "latents": sum(latent / ratio for ratio in ratios),

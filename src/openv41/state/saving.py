@@ -1,8 +1,9 @@
 """One slot in one safetensors file: what `Cache.save` writes and `Cache.restore` reads.
 
-Tensors by kind and layer, by position: `window.L`, `group.L` and `tail` are rings' latest rows, oldest first;
-`latents.L` and `keys.L` all compressed positions. The header names the format's version, the length, the kind of
-storage, a fingerprint of the configuration and a digest of the tensors, so that no foreign or damaged file is taken.
+Tensors by kind and layer, by position: `window.L`, `group.L`, `tail` and `draft.L` are rings' latest rows, oldest
+first; `latents.L` and `keys.L` all compressed positions. The header names the format's version, the length, the kind
+of storage, whether the draft's rings are there, a fingerprint of the configuration and a digest of the tensors, so that
+no foreign or damaged file is taken.
 """
 
 import hashlib
@@ -86,6 +87,7 @@ def _tensors(cache: "Cache", slot: int) -> dict[str, Tensor]:
 
 def _header(cache: "Cache") -> dict[str, str]:
     kind = {"store": cache.store, "dtype": str(cache.dtype).removeprefix("torch.")}
+    kind["draft"] = "yes" if cache.drafts else "no"
     return {"openv41_slot": VERSION, "config": fingerprint(cache.config), **kind}
 
 

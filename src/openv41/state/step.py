@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from openv41.errors import InputError
@@ -70,7 +70,8 @@ class Step:
     Fields (int64): ids [n]; slot [n]; position [n]; start [n], the position at which the token's run starts; the runs;
     `wanted` [j], rows whose logits are asked for; `image` [n], true where the token is part of an image; `floor` [n],
     the first position whose window row the token may see (0 but in a halo, see `latest`). `replay`: the tokens have
-    been run before, and their latents and index keys stand; only rings are to be written again.
+    been run before, and their latents and index keys stand; only rings are to be written again. `features` [i, dim]:
+    the rows that stand for the image tokens, in their order, as `Transformer.see` makes them; None: their ids' own.
     Make one with `Step.pack` (or `Cache.step`, which knows the positions).
     """
 
@@ -83,6 +84,7 @@ class Step:
     image: Bool[Tensor, "n"]
     floor: Int[Tensor, "n"]
     replay: bool = False
+    features: Float[Tensor, "i dim"] | None = None
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -94,13 +96,15 @@ class Step:
         device: str | torch.device = "cpu",
         prompts: Mapping[int, int] | None = None,
         replay: bool = False,
+        features: Float[Tensor, "i dim"] | None = None,
     ) -> "Step":
         """A step from (slot, start position, ids) parts, one a slot.
 
         `wanted`: "last" asks for the logits of each run's last token, "all" for every token's, "none" for none.
         `prompts`: for slots whose part is a piece of a longer prompt, the position at which the prompt ends. The
         upper layers then run only what can still matter there; "last" asks nothing of a piece that is not the last.
-        Raises `InputError` for an empty part, a slot named twice, a negative start, or nothing at all.
+        Raises `InputError` for an empty part, a slot named twice, a negative start, nothing at all, or features that
+        are not as many as the image tokens.
         """
         runs: list[Run] = []
         ids: list[Tensor] = []
@@ -118,6 +122,8 @@ class Step:
             first += piece.numel()
         if not runs:
             raise InputError("a step needs at least one part")
+        if features is not None and (marked := 0 if image is None else int(image.sum())) != len(features):
+            raise InputError(f"{marked} tokens are marked as image and {len(features)} rows of features are given")
         lengths = torch.tensor([run.length for run in runs], device=device)
         firsts = torch.tensor([run.first for run in runs], device=device).repeat_interleave(lengths)
         start_of = torch.tensor([run.start for run in runs], device=device).repeat_interleave(lengths)
@@ -137,12 +143,14 @@ class Step:
             image=torch.zeros(first, dtype=torch.bool, device=device) if image is None else image,
             floor=start_of if replay else torch.zeros_like(start_of),  # a replay's rings are empty
             replay=replay,
+            features=features,
         )
 
     def latest(self, reach: int) -> tuple["Step", Int[Tensor, "kept"]] | None:
         """The tokens among the last `reach` before each run's stop: a step of their own, and their rows of this one.
 
         They see no window row from before the first of them: that is the edge of a halo. None if no token is left.
+        The step is for layers, whose streams hold the features already: it has none.
         """
         kept = [(run, min(run.length, max(0, run.end - (run.stop - reach)))) for run in self.runs]
         if all(count == run.length for run, count in kept):
@@ -227,6 +235,14 @@ class Step:
         here = self.position.unsqueeze(1)
         seen = (here - width + 1).clamp_min(0) + torch.arange(width, device=self.device)
         return seen.masked_fill((seen > here) | (seen < self.floor.unsqueeze(1)), -1)
+
+    def around(self, width: int) -> Int[Tensor, "n t"]:
+        """The positions that each token of a draft sees: up to `width` before its run, oldest first, -1 behind to fill
+        up; then its whole run, what comes after the token included. All runs have the same length."""
+        start = self.start.unsqueeze(1)
+        before = (start - width).clamp_min(0) + torch.arange(width, device=self.device)
+        run = start + torch.arange(self.longest, device=self.device)
+        return torch.cat((before.masked_fill(before >= start, -1), run), 1)
 
     def groups(self, ratio: int) -> Groups:
         """The groups of `ratio` tokens whose last token is in this step."""

@@ -32,18 +32,26 @@ class Ring:
         history copied before its own rows, and the ring is written behind it: gradients flow through the own rows.
         """
         if step.longest <= self.size - back and not own.requires_grad:
-            self._write(step, own)
+            self.write(step, own)
             return self.table.flatten(0, 1), lambda positions: self._rows(step, positions)
+        history, rows = self.before(step, back)
+        joined = torch.cat((history, own))
+        self.write(step, own)
+        return joined, rows
+
+    def before(self, step: Step, back: int) -> tuple[Tensor, Callable[[Int[Tensor, "n w"]], Int[Tensor, "n w"]]]:
+        """The rows of the `back` positions before each run; and the function from positions to rows of a joined table,
+        these rows with the step's own behind them. Nothing is taken in."""
         reach = step.reach(back)
-        joined = torch.cat((self.table[reach.slot, reach.position % self.size], own))
-        self._write(step, own)
-        return joined, lambda positions: _joined_rows(step, reach, positions)
+        history = self.table[reach.slot, reach.position % self.size]
+        return history, lambda positions: _joined_rows(step, reach, positions)
 
     def _rows(self, step: Step, positions: Tensor) -> Tensor:
         rows = step.slot.unsqueeze(1) * self.size + positions % self.size
         return rows.masked_fill(positions < 0, -1)
 
-    def _write(self, step: Step, own: Tensor) -> None:
+    def write(self, step: Step, own: Tensor) -> None:
+        """Take in the step's rows [n, width], of a long run the last that there is room for."""
         def last_of_each_run() -> Tensor:
             return torch.cat([torch.arange(max(run.first, run.first + run.length - self.size), run.first + run.length)
                               for run in step.runs]).to(step.device)  # fmt: skip
@@ -72,12 +80,13 @@ class Pages:
     Slots may share pages. A shared page is only read: a slot that is about to write to one gets a copy of its own.
     """
 
-    def __init__(self, count: int, tokens: int, slots: int, device: str | torch.device) -> None:
+    def __init__(self, count: int, tokens: int, slots: int, device: str | torch.device, most: int = 0) -> None:
+        """`most`: pages that one slot can hold; 0: all of them."""
         self.count, self.tokens = count, tokens
         self.free = list(range(count - 1, -1, -1))  # the lowest number is handed out first
         self.users = [0] * count
         self.held: list[list[int]] = [[] for _ in range(slots)]
-        self.numbers = torch.full((slots, count), -1, dtype=torch.int64, device=device)
+        self.numbers = torch.full((slots, min(count, most or count)), -1, dtype=torch.int64, device=device)
 
     def reserve(self, wanted: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
         """Room of their own for slots to write tokens `start` to `end`: (slot, start, end) each; all of it, or
@@ -96,8 +105,7 @@ class Pages:
                 if self.users[page] > 1:  # two slots of one step may have shared it: the last one keeps it
                     self.users[page] -= 1
                     copies.append((page, self._take(slot, place)))
-            for _ in range(self._missing(slot, end)):
-                self._take(slot, len(self.held[slot]))
+            self._add(slot, self._missing(slot, end))
         return copies
 
     def _missing(self, slot: int, length: int) -> int:
@@ -114,11 +122,21 @@ class Pages:
         self.numbers[slot, place] = page
         return page
 
+    def _add(self, slot: int, count: int) -> None:
+        """Free pages behind those that the slot holds; its table is written once, not page by page."""
+        if count:
+            pages = [self.free.pop() for _ in range(count)]
+            for page in pages:
+                self.users[page] = 1
+            held = len(self.held[slot])
+            self.held[slot] += pages
+            self.numbers[slot, held : held + count] = torch.tensor(pages, device=self.numbers.device)
+
     def share(self, slot: int, twin: int, count: int | None = None) -> None:
         """Let `twin`, which holds nothing, hold the first `count` pages of `slot` as well, or all of them."""
         self.held[twin] = self.held[slot][:count]
-        for place, page in enumerate(self.held[twin]):
-            self.numbers[twin, place] = page
+        self.numbers[twin, : len(self.held[twin])] = self.numbers[slot, : len(self.held[twin])]
+        for page in self.held[twin]:
             self.users[page] += 1
 
     def release(self, slot: int) -> None:
@@ -151,6 +169,17 @@ class Paged:
         page = self.pages.numbers[slot.unsqueeze(1), (index // self.per_page).clamp_min(0)]
         return (page * self.per_page + index % self.per_page).masked_fill(index < 0, -1)
 
+    @property
+    def paged(self) -> "Paged":
+        """The table in the cache: this one."""
+        return self
+
+    def push(self, groups: Groups, values: Tensor) -> "Paged | Joined":
+        """Take in what a step made of the groups that it completes [groups, width]; return the table to read, which is
+        this one, or, where the values carry gradient, one in which they do so."""
+        self.write(groups, values)
+        return Joined(self, groups, values) if values.requires_grad else self
+
     def write(self, groups: Groups, values: Tensor) -> None:
         if values.shape[0]:
             self.table[self.rows(groups.slot, groups.index.unsqueeze(1)).squeeze(1)] = values.detach().to(
@@ -173,5 +202,24 @@ class Paged:
             return self.table[:0]
         if held == list(range(held[0], held[0] + len(held))):
             return self.table[held[0] * self.per_page :][:count]
-        index = torch.arange(count, device=self.table.device).unsqueeze(0)
-        return self.table[self.rows(torch.tensor([slot], device=self.table.device), index).squeeze(0)]
+        index = torch.arange(count, device=self.pages.numbers.device).unsqueeze(0)
+        return self.table[self.rows(torch.tensor([slot], device=self.pages.numbers.device), index).squeeze(0)]
+
+
+class Joined:
+    """A paged table as the step reads it that has just written to it: the table's rows, and behind them once more the
+    rows that the step made. Gradients flow through the latter; the cache itself holds none. Made by `Paged.push`."""
+
+    def __init__(self, paged: Paged, groups: Groups, own: Tensor) -> None:
+        self.paged, self.ratio = paged, paged.ratio
+        self.table = torch.cat((paged.table, own.to(paged.table.dtype)))
+        none = torch.iinfo(torch.int64).max
+        number = torch.arange(paged.table.shape[0], self.table.shape[0], device=groups.slot.device)
+        by_slot = groups.slot.new_full((paged.pages.numbers.shape[0],), none)
+        self.start = by_slot.scatter_reduce(0, groups.slot, groups.index, "amin")  # the slot's first new position
+        self.base = by_slot.scatter_reduce(0, groups.slot, number, "amin")  # and the row in which it lies
+
+    def rows(self, slot: Int[Tensor, "n"], index: Int[Tensor, "n k"]) -> Int[Tensor, "n k"]:
+        """Row numbers of compressed positions `index` of each token's slot; -1 stays -1."""
+        start, base = self.start[slot].unsqueeze(1), self.base[slot].unsqueeze(1)
+        return torch.where(index >= start, base + (index - start), self.paged.rows(slot, index))

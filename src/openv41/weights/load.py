@@ -37,7 +37,7 @@ def load_into(
     Parameters that hold codes or scales want no gradient afterwards; others keep their setting. Buffers stay.
 
     Tensors whose names begin with one of `without` are left out on purpose: `("mtp.",)` loads no draft, and the module
-    must have none.
+    must have none (`Transformer(..., draft=False)`).
 
     Raises `CheckpointError` before anything is read when a parameter gets no tensor, a tensor finds no parameter, or
     shapes or types do not fit.

@@ -6,7 +6,7 @@ the same code as the released model: names, shards, formats, token map, chat mar
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +63,7 @@ def write_tiny(folder: str | Path, seed: int = 0, overwrite: bool = False) -> Co
 # Vocabulary
 
 
-def train_tokenizer(vocab_size: int) -> Backend:
+def train_tokenizer(vocab_size: int, texts: Iterable[str] = tuple(TEXT.splitlines(keepends=True))) -> Backend:
     """A byte-level BPE of exactly `vocab_size` ids, with the markers `FIRST` and `LAST` at its ends."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -80,7 +80,7 @@ def train_tokenizer(vocab_size: int) -> Backend:
         special_tokens=[AddedToken(text, special=True, normalized=False) for text in FIRST],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    backend.train_from_iterator(TEXT.splitlines(keepends=True), trainer)
+    backend.train_from_iterator(texts, trainer)
     backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in LAST])
     assert backend.get_vocab_size() == vocab_size, f"the text yields only {backend.get_vocab_size()} ids"
     return backend

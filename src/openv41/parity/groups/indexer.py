@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from openv41.formats import INDEX
-from openv41.model.indexer import Indexer
+from openv41.model.indexer import Indexer, Keys
 from openv41.model.layers import Rotary
 from openv41.ops import Ops
 from openv41.parity.compare import EXACT, Bounds, Sheet, bounds
@@ -74,7 +74,7 @@ def _own_keys(case: Case, ops: Ops, sheet: Sheet) -> None:
 
     def take(start: int, end: int) -> Step:
         step = Step.pack([(slot, start, [0] * (end - start)) for slot in range(batch)])
-        known = [keys[slot, : end // row.ratio] for slot in range(batch)]
+        known = [Keys.of(keys[slot, : end // row.ratio]) for slot in range(batch)]
         indexer(x[:, start:end].flatten(0, 1), qr[:, start:end].flatten(0, 1), step, known, within=None)
         return step
 

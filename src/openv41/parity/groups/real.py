@@ -99,7 +99,7 @@ class Layers:
         """What a layer keeps of tokens, without attending from them."""
         attention.window(x, step, self.cache.windows[attention.layer])
         if isinstance(attention.far, Source):
-            attention.far.publish(x, step, self.cache)
+            attention.far.publish(x, step, Sight(), self.cache)
 
     def _input(self, recipes: Any, layer: int, tokens: int) -> Tensor:
         spec = recipes.get(str(layer)) if isinstance(recipes, Mapping) else None
