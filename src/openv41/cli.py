@@ -14,7 +14,7 @@ from types import ModuleType
 from openv41._version import __version__
 from openv41.errors import OpenV41Error
 
-COMMANDS = ("generate", "score", "explain", "fit", "plan", "tiny", "parity", "bench", "doctor")
+COMMANDS = ("generate", "score", "explain", "fit", "plan", "tiny", "train", "parity", "bench", "doctor")
 BAD_INPUT, INTERRUPTED = 2, 130
 
 

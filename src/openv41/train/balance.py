@@ -1,0 +1,110 @@
+"""Even loads for the experts: what the routers chose, the loss that asks for balance, the rule that moves the bias.
+
+For a sequence of T tokens, `f_e` is the share of its choices that fell on expert e, times the number of experts, and
+`P_e` the mean of e's score among all scores of a token; the balance loss of a layer is the sum over e of f_e * P_e. It
+is 1 when both are even. Sequences weigh by their tokens, layers are added up. The gradient flows through P alone.
+
+The selection bias gets no gradient. After each step it goes up by a fixed amount for experts that had less than their
+share of the step's tokens, and down for those that had more.
+
+Source: DeepSeek-V3 report, section 2.1.2.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from openv41.model.experts import Router
+from openv41.state import Step
+
+
+def balance_loss(
+    scores: Float[Tensor, "n e"], chosen: Int[Tensor, "n k"], sequence: Int[Tensor, "n"]
+) -> Float[Tensor, ""]:
+    """The balance loss of one layer. `scores` before the bias; `sequence` numbers each token's sequence from 0 on."""
+    n, e = scores.shape
+    count = int(sequence.max()) + 1
+    shares = scores / scores.sum(1, keepdim=True)
+    means = scores.new_zeros(count, e).index_add(0, sequence, shares)  # times T
+    picks = F.one_hot(chosen, e).sum(1).to(scores.dtype)
+    loads = torch.zeros_like(means).index_add(0, sequence, picks)  # f, times k T / e
+    lengths = sequence.bincount(minlength=count).to(scores.dtype)
+    each = (loads * means).sum(1) * e / chosen.shape[1] / lengths.square().clamp_min(1)
+    return (each * lengths).sum() / n
+
+
+def imbalance(load: Float[Tensor, "e"]) -> float:
+    """The largest load over the mean: 1 is even, the number of experts is one expert for all."""
+    return float(load.max() / load.mean()) if load.sum() else 0.0
+
+
+class Routing:
+    """Watches the routers of a model while steps run: their loads, and their balance losses.
+
+    Routers are told by the path of their module. `loads` [e] of each counts how often the experts were chosen since the
+    last `clear`. Gradients that a checkpoint computes anew are not counted twice: only what runs `during` a step is.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.routers = {path: part for path, part in model.named_modules() if isinstance(part, Router)}
+        self.loads: dict[str, Tensor] = {}
+        self.losses: list[Tensor] = []
+        self._sequence: Tensor | None = None
+        self._open = False
+        self._hooks = [router.register_forward_hook(self._hook(path)) for path, router in self.routers.items()]
+        self.clear()
+
+    def clear(self) -> None:
+        """Count from nothing."""
+        self.loads = {path: torch.zeros_like(router.bias) for path, router in self.routers.items()}
+        self._sequence = None
+
+    def close(self) -> None:
+        """Watch no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def during(self, step: Step | None) -> Iterator[None]:
+        """Watch what runs in here: all of the step's tokens, or (None) tokens whose balance is not asked for."""
+        self._sequence, self._open, self.losses = (None if step is None else step.slot), True, []
+        try:
+            yield
+        finally:
+            self._open = False
+
+    def loss(self) -> Tensor:
+        """The layers' balance losses of the latest step together."""
+        return torch.stack(self.losses).sum() if self.losses else torch.zeros(())
+
+    @torch.no_grad()
+    def move_bias(self, rate: float) -> None:
+        """The sign rule, for every router that was used since the last `clear`."""
+        for path, load in self.loads.items():
+            if load.sum():
+                self.routers[path].bias.add_(torch.sign(load.mean() - load), alpha=rate)
+
+    def _hook(self, path: str):  # type: ignore[no-untyped-def]  # torch names no type for it
+        def hook(router: Router, given: tuple[Tensor, Tensor], result: tuple[Tensor, Tensor]) -> None:
+            chosen, sequence = result[1], self._sequence
+            if self._open:
+                self.loads[path] += chosen.flatten().bincount(minlength=len(router.bias))
+            # A checkpoint expects the same operations when it runs the block anew: so they run whether open or not.
+            if sequence is not None and len(sequence) == len(chosen):
+                loss = balance_loss(_scores(router, given[0]), chosen, sequence)
+                if self._open:
+                    self.losses.append(loss)
+
+        return hook
+
+
+def _scores(router: Router, x: Float[Tensor, "n dim"]) -> Float[Tensor, "n e"]:
+    """What the router chooses by, without the bias, in PyTorch's own functions."""
+    logits = router.ops.linear_wide(x, router.weight)
+    if router.function == "softmax":
+        return logits.softmax(1)
+    return logits.sigmoid() if router.function == "sigmoid" else F.softplus(logits).sqrt()
