@@ -9,7 +9,7 @@ A position's key is made of its latent, so only layers that make latents make ke
 queries of their own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,27 +54,40 @@ class Picks:
 
 @dataclass(frozen=True)
 class Keys:
-    """A sequence's index keys as one run sees them: `count` positions, `upto(j)` the first j of them [j, c], `at` those
-    of any positions. Values, ready to be scored; nothing is read before it is asked for."""
+    """A sequence's index keys as one run sees them, `count` positions: in one tensor [p, c], or in a slot of the cache,
+    which is read when it is asked. Values, ready to be scored."""
 
     count: int
-    upto: Callable[[int], Float[Tensor, "p c"]]
-    at: Callable[[Int[Tensor, "some"]], Float[Tensor, "some c"]]
+    held: Tensor | Paged
+    slot: int = 0
+    ops: Ops | None = None
 
     @classmethod
     def of(cls, values: Float[Tensor, "p c"]) -> "Keys":
         """Keys that lie in one tensor."""
-        return cls(values.shape[0], lambda count: values[:count], lambda positions: values[positions])
+        return cls(values.shape[0], values)
 
     @classmethod
     def of_slot(cls, table: Paged, slot: int, count: int, ops: Ops) -> "Keys":
         """The first `count` keys of a slot of the cache."""
+        return cls(count, table, slot, ops)
 
-        def at(positions: Int[Tensor, "some"]) -> Float[Tensor, "some c"]:
-            rows = table.rows(positions.new_full((1,), slot), positions.unsqueeze(0)).squeeze(0)
-            return ops.read(table.table[rows], INDEX)
+    def upto(self, count: int) -> Float[Tensor, "p c"]:
+        """The first `count` positions."""
+        if isinstance(self.held, Tensor):
+            return self.held[:count]
+        return self._read(self.held.first(self.slot, count))
 
-        return cls(count, lambda count: ops.read(table.first(slot, count), INDEX), at)
+    def at(self, positions: Int[Tensor, "some"]) -> Float[Tensor, "some c"]:
+        """Any positions."""
+        if isinstance(self.held, Tensor):
+            return self.held[positions]
+        rows = self.held.rows(positions.new_full((1,), self.slot), positions.unsqueeze(0)).squeeze(0)
+        return self._read(self.held.table[rows])
+
+    def _read(self, rows: Tensor) -> Float[Tensor, "some c"]:
+        assert self.ops is not None
+        return self.ops.read(rows, INDEX)
 
 
 class Indexer(nn.Module):

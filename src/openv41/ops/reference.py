@@ -76,14 +76,8 @@ class ReferenceOps:
         else:
             values, scales = e2m1_values(split_nibbles(weight)).double(), scale.float()
 
-        def product(xs: Tensor, ws: Tensor) -> Tensor:  # the scale rides along as a 33rd column
-            total = xs.new_zeros((), dtype=torch.float32)
-            parts = exact.partial_products(xs[..., :-1], ws[..., :-1])
-            for part, a, b in zip(parts, xs[..., -1].float(), ws[..., -1].float(), strict=True):
-                total = total + part.float() * (a[:, None] * b[None, :])
-            return total
-
-        return exact.tiled(_with_scales(codes.double(), steps), _with_scales(values, scales), product).to(x.dtype)
+        own, others = _with_scales(codes.double(), steps), _with_scales(values, scales)
+        return exact.tiled(own, others, _scaled_product).to(x.dtype)
 
     def linear_wide(self, x: Float[Tensor, "n inputs"], weight: Tensor) -> Float[Tensor, "n outputs"]:
         return self.matmul(x, weight)
@@ -386,6 +380,15 @@ class ReferenceOps:
 
     def erf(self, x: Tensor) -> Tensor:
         return x.erf() if self.plain else exact.erf(x)
+
+
+def _scaled_product(xs: Tensor, ws: Tensor) -> Tensor:
+    """Of blocks of 32 with their scales behind them, in float32, blocks added in order."""
+    total = xs.new_zeros((), dtype=torch.float32)
+    parts = exact.partial_products(xs[..., :-1], ws[..., :-1])
+    for part, a, b in zip(parts, xs[..., -1].float(), ws[..., -1].float(), strict=True):
+        total = total + part.float() * (a[:, None] * b[None, :])
+    return total
 
 
 def _with_scales(values: Float[Tensor, "n k"], scales: Tensor) -> Float[Tensor, "b n 33"]:

@@ -37,11 +37,8 @@ class Sight:
     def rows_of(self, rows: Int[Tensor, "kept"]) -> "Sight":
         """The same for some of the step's tokens only."""
 
-        def some(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[rows]
-
-        per_token = {"picks": some(self.picks), "rows": some(self.rows), "ngrams": some(self.ngrams)}
-        return self.having(**per_token, candidates=some(self.candidates))
+        per_token = {name: getattr(self, name) for name in ("picks", "rows", "candidates", "ngrams")}
+        return self.having(**{name: None if one is None else one[rows] for name, one in per_token.items()})
 
     def source(self) -> tuple[Paged | Joined, Paged]:
         """Latents and index keys of the latest KV source."""

@@ -222,10 +222,8 @@ class Step:
             own += [total + run.first - run.start] * run.length
             held += count
 
-        def tensor(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=self.device)
-
-        return Reach(tensor(slots), tensor(positions), tensor(old), tensor(own))
+        numbers = (slots, positions, old, own)
+        return Reach(*(torch.tensor(some, dtype=torch.int64, device=self.device) for some in numbers))
 
     def window(self, width: int) -> Int[Tensor, "n w"]:
         """The positions that each token sees, oldest first: itself and up to `width - 1` before; -1 fills up behind."""

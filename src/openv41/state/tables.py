@@ -52,12 +52,13 @@ class Ring:
 
     def write(self, step: Step, own: Tensor) -> None:
         """Take in the step's rows [n, width], of a long run the last that there is room for."""
-        def last_of_each_run() -> Tensor:
-            return torch.cat([torch.arange(max(run.first, run.first + run.length - self.size), run.first + run.length)
-                              for run in step.runs]).to(step.device)  # fmt: skip
-
-        kept = step.remember(("kept", self.size), last_of_each_run)
+        kept = step.remember(("kept", self.size), lambda: self._last_of_each_run(step))
         self.table[step.slot[kept], step.position[kept] % self.size] = own[kept].detach().to(self.table.dtype)
+
+    def _last_of_each_run(self, step: Step) -> Int[Tensor, "kept"]:
+        ends = [run.first + run.length for run in step.runs]
+        firsts = [max(run.first, end - self.size) for run, end in zip(step.runs, ends, strict=True)]
+        return torch.cat([torch.arange(*span) for span in zip(firsts, ends, strict=True)]).to(step.device)
 
     def put(self, slot: int, length: int, rows: Tensor) -> None:
         """The latest rows of a slot that stands at `length`, oldest first."""
