@@ -233,12 +233,13 @@ ALLOWED = 900 << 20
 512 MiB in float32 for each of 2 heads; the streams and what a layer makes of them, about 40 KiB a token."""
 
 PROGRAM = """
-import resource, torch
+import torch
 from openv41.config import engram_primes
 from openv41.model.indexer import Indexer
 from openv41.model.transformer import Transformer
 from openv41.ops import choose
 from openv41.state import Step
+from tests.memory import peak as held
 from tests.small import fill_randomly, small_config, tokens
 
 torch.set_num_threads(1)
@@ -257,7 +258,7 @@ def peak(count):
     ids = tokens(config, count, 1)
     logits = model(Step.pack([(0, 0, ids)], "all"), checkpoint=True).logits
     torch.nn.functional.cross_entropy(logits[:-1], ids[1:]).backward()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return held()
 
 before = peak(256)
 print(peak(16384) - before)

@@ -11,10 +11,11 @@ ALLOWED = 400 << 20
 streams and what a layer makes of them take about 100 MiB."""
 
 PROGRAM = f"""
-import resource, torch
+import torch
 from openv41.model.indexer import Indexer
 from openv41.ops import choose
 from openv41.state import Cache
+from tests.memory import peak
 from tests.small import small_config, small_model, tokens
 
 torch.set_num_threads(1)
@@ -29,10 +30,10 @@ ids = tokens(config, {TOKENS}, 1)
 with torch.no_grad():
     step = cache.step([(slot, ids[:256])])
     model(step, cache)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak()
     model(cache.step([(slot, ids[256:])]), cache)
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print((after - before) * 1024)
+    after = peak()
+print(after - before)
 """
 
 
