@@ -116,7 +116,7 @@ def test_the_tree(cli: Any) -> None:
             walk(one)
 
     walk(document["tree"])
-    assert set(COMPONENTS) - named <= {"candidates", "draft-stage"}, "every component is in the tree"
+    assert set(COMPONENTS) - named <= {"draft-stage"}, "every component is in the tree"
 
 
 def test_what_if(cli: Any) -> None:

@@ -1,9 +1,6 @@
 """Backward through everything: the packed step with a fresh cache is the training path."""
 
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from openv41.model.masters import make_masters
 from openv41.model.transformer import Transformer
 from openv41.ops import choose
 from openv41.state import Cache, Step
+from tests.memory import told_by
 from tests.small import drafting_config, picture_of, run_in_pieces, small_config, small_model, tokens
 
 LENGTHS = (9, 1, 6)
@@ -266,12 +264,6 @@ print(peak(16384) - before)
 
 
 def test_forward_and_backward_of_16384_tokens_stay_within_their_budget() -> None:
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=root, env={"PYTHONPATH": f"{root}/src:{root}", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    peak = int(done.stdout)
+    peak = told_by(PROGRAM)
     print(f"{peak >> 20} MiB above the start")
     assert 0 < peak < ALLOWED

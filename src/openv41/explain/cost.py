@@ -189,8 +189,6 @@ class Machine:
     bandwidth: float
     rates: Mapping[str, float]
     sources: Mapping[str, str]
-    memory: int = 0
-    """Bytes; 0: not known."""
 
     def seconds(self, cost: Cost) -> tuple[float, float]:
         """For its bytes, and for its products."""
@@ -210,7 +208,6 @@ MACHINES = {
             "fp4_fp8": "as fp8: Hopper has no fp4 units",
             "fp32": "data sheet, no tensor cores",
         },
-        141 * 10**9,
     ),
     "h100": Machine(
         "h100",
@@ -223,7 +220,6 @@ MACHINES = {
             "fp4_fp8": "as fp8: Hopper has no fp4 units",
             "fp32": "data sheet (SXM), no tensor cores",
         },
-        80 * 10**9,
     ),
     "cpu": Machine(
         "cpu",
@@ -242,7 +238,7 @@ MACHINES = {
 
 def machine_named(name: str) -> Machine:
     """One of `MACHINES`, or one described by a JSON file: {"name", "bandwidth" in bytes a second, "rates": {"fp4_fp8",
-    "fp8", "bf16", "fp32" in FLOPs a second}, "sources" (optional), "memory" in bytes (optional)}.
+    "fp8", "bf16", "fp32" in FLOPs a second}, "sources" (optional)}.
 
     Raises `InputError` for any other name, and for a file that does not say these things.
     """
@@ -270,11 +266,9 @@ def _machine(values: Any, path: Path) -> Machine:
         return float(value)
 
     rates = {key: positive(f"rates.{key}", values["rates"].get(key)) for key in FORMATS}
-    memory = values.get("memory", 0)
     return Machine(
         str(values.get("name", path.stem)),
         positive("bandwidth", values.get("bandwidth")),
         rates,
         {str(key): str(value) for key, value in dict(values.get("sources", {})).items()},
-        int(positive("memory", memory)) if memory else 0,
     )

@@ -168,13 +168,16 @@ def _draft_node(config: Config) -> dict[str, Any]:
 
 def _layer_parts(config: Config, rows: list[LayerPlan]) -> list[dict[str, Any]]:
     parts = [
-        _node(config, name, rows) for name in ("query", "window", "compressor", "indexer", "sparse-attention", "output")
+        _node(config, name, rows)
+        for name in ("query", "window", "compressor", "indexer", "candidates", "sparse-attention", "output")
     ]
+    model, _ = counted_model(config)
+    norms = sum(parameters_of(model.get_submodule(row.name), ("attn_norm", "ffn_norm")) for row in rows)
     nodes = [
         _node(config, "attention", rows, [part for part in parts if part["instances"]]),
         _node(config, "hyper-connections", rows),
-        {"name": "norms", "title": "before each sublayer", "instances": 2 * len(rows),
-         "parameters": 2 * len(rows) * config.dim, "inside": []},
+        {"name": "norms", "title": "before each sublayer", "instances": 2 * len(rows), "parameters": norms,
+         "inside": []},
         _node(config, "experts", rows, [_node(config, "router", rows), *_networks(config, rows)]),
     ]  # fmt: skip
     engram = [row for row in rows if row.engram]

@@ -18,10 +18,9 @@ from openv41.explain.components import (
 from openv41.explain.cost import Cost, Machine, Parts, last_chunk, machine_named, of_prompt, split
 from openv41.explain.counting import values_in
 from openv41.explain.ledger import count_of, parameters_of, tree
-from openv41.explain.recorder import Span, Touched, Value, tables
+from openv41.explain.recorder import FORMS, Span, Touched, Value, tables
 from openv41.explain.scene import Mode, Scene, counted_model, record_picture
 from openv41.explain.words import evidence_of
-from openv41.formats import INDEX, LATENT, WINDOW
 from openv41.inputs.image import plan_image
 from openv41.plan import LayerPlan
 from openv41.state import Ring
@@ -336,7 +335,7 @@ def _entry(kind: str, keeper: str, table: Any, length: int) -> dict[str, Any]:
 
 
 def _width(kind: str, table: Any) -> int:
-    form = {"window": WINDOW, "draft": WINDOW, "latents": LATENT, "keys": INDEX}.get(kind)
+    form = FORMS.get(kind)
     width: int = table.table.shape[-1]
     return width if form is None else values_in(form, width)
 

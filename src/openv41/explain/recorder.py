@@ -81,6 +81,9 @@ RESULTS: dict[tuple[str, str], tuple[str, ...]] = {
 
 LATENTS, KEYS = "latents", "keys"
 
+FORMS = {"window": WINDOW, "draft": WINDOW, LATENTS: LATENT, KEYS: INDEX}
+"""In which format rows of a kind of state are stored; the other kinds are plain numbers."""
+
 
 @dataclass(frozen=True)
 class Value:
@@ -539,7 +542,7 @@ def dtype_name(value: Tensor) -> str:
 
 
 def _stored_name(table: Ring | Paged, kind: str) -> str:
-    form = {"window": WINDOW, "draft": WINDOW, LATENTS: LATENT, KEYS: INDEX}[kind]
+    form = FORMS[kind]
     return f"{form.name} records" if table.packed else dtype_name(table.table)
 
 
