@@ -17,8 +17,18 @@ from types import ModuleType
 THREADS = 1
 os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 
+USUAL_SEED = 41
+
+
+def seed_of_this_run() -> int:
+    """`OPENV41_SEED`: a number, the usual one where it is not set, or `random` for one that is drawn here."""
+    word = os.environ.get("OPENV41_SEED", str(USUAL_SEED))
+    return random.SystemRandom().randrange(2**31) if word == "random" else int(word)
+
+
 # Workers inherit the environment, so all of them use the seed that the header shows.
-SEED = int(os.environ.setdefault("OPENV41_SEED", str(random.SystemRandom().randrange(2**31))))
+SEED = seed_of_this_run()
+os.environ["OPENV41_SEED"] = str(SEED)
 SHAPES_CHECKED = os.environ.get("OPENV41_JAXTYPING", "1") != "0"
 
 import hypothesis  # noqa: E402
@@ -26,6 +36,10 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(THREADS)
+
+# Kernels run in Triton's interpreter where there is no GPU. It is asked for before any kernel is defined.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # No deadline: the first call of an example pays for caches and shape checks. A failure prints how to repeat it.
 hypothesis.settings.register_profile("openv41", deadline=None, print_blob=True)
@@ -66,9 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     shapes = "checked" if SHAPES_CHECKED else "not checked (OPENV41_JAXTYPING=0)"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return (
-        f"openv41: seed {SEED} (OPENV41_SEED={SEED} repeats it), shapes {shapes}, torch {torch.__version__}, {device}"
-    )
+    return f"openv41: seed {SEED} (OPENV41_SEED=random draws one), shapes {shapes}, torch {torch.__version__}, {device}"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
@@ -85,6 +97,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
 
 
+def number_of(test: str) -> int:
+    """A test's own number in this run, of 32 bits: torch's CPU generator uses no more of its seed."""
+    return zlib.crc32(f"{SEED} {test}".encode())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What a test draws without a generator is the same in any order of tests as well."""
+    torch.manual_seed(number_of(item.nodeid))
+
+
 @pytest.fixture(scope="session")
 def seed() -> int:
     """The seed of this run."""
@@ -92,7 +115,6 @@ def seed() -> int:
 
 
 @pytest.fixture
-def rng(seed: int, request: pytest.FixtureRequest) -> torch.Generator:
+def rng(request: pytest.FixtureRequest) -> torch.Generator:
     """A CPU generator of this test's own: the same numbers in any order of tests, other numbers in another test."""
-    # One number of 32 bits: torch's CPU generator uses no more of its seed.
-    return torch.Generator().manual_seed(zlib.crc32(f"{seed} {request.node.nodeid}".encode()))
+    return torch.Generator().manual_seed(number_of(request.node.nodeid))

@@ -168,8 +168,9 @@ def test_confidences_that_promise_too_much_or_too_little_are_put_right(seed: int
     generator = torch.Generator().manual_seed(seed)
     for raw, share in ((3.0, 0.5), (-3.0, 0.9)):
         judge = OwnJudge(Past(1), Costs(row=0.0, begin=0.0, next=0.0), alone=True)
-        rounds(judge, 400, lambda raw=raw: raw, lambda s=share: bool(torch.rand(1, generator=generator) < s), most=1)
-        assert judge.past.chance(0, raw) == pytest.approx(share, abs=0.12)
+        # So many that what is learnt varies by 0.013 from seed to seed.
+        rounds(judge, 1600, lambda raw=raw: raw, lambda s=share: bool(torch.rand(1, generator=generator) < s), most=1)
+        assert judge.past.chance(0, raw) == pytest.approx(share, abs=0.1)
 
 
 def test_confidence_that_always_refuses_turns_drafts_off() -> None:

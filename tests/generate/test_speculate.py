@@ -66,9 +66,13 @@ COVER = (0, 0, 1, 2, 1, 2, 3, 4, 3, 4, 5, 0, 5)
 # Greedy text
 
 
-@pytest.mark.parametrize(("numerics", "new"), [("plain", 40), ("published", 16)])
+@pytest.mark.parametrize(("numerics", "new"), [("plain", 40), ("published", 23)])
 def test_greedy_text_is_that_without_drafts_in_ragged_batches(request, seed: int, numerics: str, new: int) -> None:
-    """Prompts of odd and even lengths around the window of 4; each sequence accepts another number, 0 to 5."""
+    """Prompts of odd and even lengths around the window of 4; each sequence accepts another number, 0 to 5.
+
+    22 new ids are one from the prompt and six rounds, one of every number; with one id more to come no draft of these
+    rounds is cut short, so that each place of a draft is accepted and rejected, in whatever order the numbers come.
+    """
     model = request.getfixturevalue(numerics)
     requests = requests_of(model, seed, (7, 1, 4), new)
     texts = continued(model, requests)
@@ -76,9 +80,7 @@ def test_greedy_text_is_that_without_drafts_in_ragged_batches(request, seed: int
     generation = Generation(model, requests, None, speculation=drafted_by(oracle))
     assert texts_of(generation) == [text[-new:] for text in texts]
     tally = generation.speculation.tally
-    places = len(tally.accepted) if numerics == "plain" else 2  # 16 new ids are too few rounds for every number
-    assert all(tally.accepted[:places])
-    assert all(a < r for a, r in zip(tally.accepted[:places], tally.reached, strict=False))
+    assert all(0 < a < r for a, r in zip(tally.accepted, tally.reached, strict=True))
     assert oracle.remembered >= 1 + max(oracle.rounds.values())
 
 
@@ -324,12 +326,22 @@ SAMPLINGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tables(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+CHANCE = 6.0
+"""Standard deviations of surprise that chance does not reach: once in a hundred million tests, or less."""
+
+Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def tables_of(seed: int) -> Tables:
     """Logits of a model and of a draft that has half an idea of it, and a confidence that knows nothing."""
     generator = torch.Generator().manual_seed(seed)
     target, noise = (1.5 * torch.randn(VOCABULARY, VOCABULARY, generator=generator) for _ in range(2))
     return target, 0.7 * target + 0.7 * noise, torch.randn(VOCABULARY, generator=generator)
+
+
+@pytest.fixture(scope="module")
+def tables(seed: int) -> Tables:
+    return tables_of(seed)
 
 
 def surprise(observed: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
@@ -375,12 +387,12 @@ def test_the_loops_sampled_ids_have_the_models_distribution(tables, seed: int, s
     target, drafted, confidence = tables
     samplings = [SAMPLINGS[place % 4] for place in range(sequences)]
     requests = [
-        Request([place % VOCABULARY], 3_000 // sequences, Sampling(**options, seed=seed), place)
+        Request([place % VOCABULARY], 4_500 // sequences, Sampling(**options, seed=seed), place)
         for place, options in enumerate(samplings)
     ]
     speculation = Speculation(TableDrafter(drafted, confidence), Always(BLOCK))
     texts = texts_of(Generation(Table(target), requests, None, speculation=speculation))
-    assert abs(judged(texts, target, samplings)) < 4
+    assert abs(judged(texts, target, samplings)) < CHANCE
     tally = speculation.tally
     assert 0 < tally.accepted[0] < tally.reached[0], "some drafts are rejected, and some are not"
 
@@ -409,14 +421,15 @@ class Costs:
 @pytest.mark.parametrize("policy", [lambda: Picky(BLOCK), lambda: WhilePays(Costs(), BLOCK)])
 def test_drafts_of_changing_length_keep_the_distribution(tables, seed: int, policy: Callable[[], Policy]) -> None:
     target, drafted, confidence = tables
-    requests = [Request([place], 300, Sampling(**SAMPLINGS[0], seed=seed), place) for place in range(10)]
+    requests = [Request([place], 450, Sampling(**SAMPLINGS[0], seed=seed), place) for place in range(10)]
     speculation = Speculation(TableDrafter(drafted, confidence), policy())
     texts = texts_of(Generation(Table(target), requests, None, speculation=speculation))
-    assert abs(judged(texts, target, [SAMPLINGS[0]] * 10)) < 4
-    assert 0 < speculation.tally.drafts < speculation.tally.rounds
+    assert abs(judged(texts, target, [SAMPLINGS[0]] * 10)) < CHANCE
+    tally = speculation.tally
+    assert 0 < tally.drafts and tally.drafted[-1] < tally.rounds, "some rounds draft less than a block, or nothing"
 
 
-def packed(tables, seed: int, count: int, sequences: int) -> float:
+def packed(tables: Tables, seed: int, count: int, sequences: int) -> float:
     """The surprise of `count` samples behind id 3, packed into one call, with drafts of 0 to 3 tokens and the four
     samplings in turn: the first id of each, and the one behind it. The numbers are those of so many sequences."""
     target, drafted, _ = tables
@@ -438,9 +451,9 @@ def packed(tables, seed: int, count: int, sequences: int) -> float:
     return judged([[3, *ids[:2]] for ids in chosen], target, samplings)
 
 
-@pytest.mark.parametrize("sequences", [1, 10_000])
-def test_10_000_samples_have_the_models_distribution(tables, seed: int, sequences: int) -> None:
-    assert abs(packed(tables, seed, 10_000, sequences)) < 4
+@pytest.mark.parametrize("sequences", [1, 15_000])
+def test_15_000_samples_have_the_models_distribution(tables: Tables, seed: int, sequences: int) -> None:
+    assert abs(packed(tables, seed, 15_000, sequences)) < CHANCE
 
 
 def as_it_comes(ids, drafted, wanted, generator):
@@ -461,9 +474,11 @@ def dropped_after_a_look(ids, drafted, wanted, generator):
 
 
 @pytest.mark.parametrize("rule", [as_it_comes, replaced_wrongly, dropped_after_a_look])
-def test_the_test_above_notices_a_wrong_rule(tables, seed: int, monkeypatch, rule: Callable) -> None:
+def test_the_test_above_notices_a_wrong_rule(seed: int, monkeypatch, rule: Callable) -> None:
+    """Even of a quarter of the samples. The tables are always the same: how much a wrong rule changes depends on how
+    far the draft's rows are from the model's. In these it is 14 or more, and varies by 1 from seed to seed."""
     monkeypatch.setattr(speculate, "accept", rule)
-    assert packed(tables, seed, 4_000, 4_000) > 6
+    assert packed(tables_of(9), seed, 4_000, 4_000) > 1.5 * CHANCE
 
 
 def test_equal_distributions_accept_everything() -> None:

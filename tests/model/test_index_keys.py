@@ -37,25 +37,25 @@ def test_prefill_is_the_same_and_so_is_a_step_that_completes_a_group(seed: int) 
 
 
 def test_a_step_that_completes_no_group_differs(seed: int) -> None:
-    """At even positions, with more positions to choose from than picks: over several, at least one pick moves."""
+    """At even positions, with 26 and more keys to choose two from: keys of another layer seldom give the same two."""
     own, written = models(seed)
     changed = 0
-    for length in range(21, 33, 2):
+    for length in (53, 57, 61, 65):
         ids = tokens(own.config, length, seed)
         (prompt, step), (same, other) = prefill_then_one(own, ids), prefill_then_one(written, ids)
         assert torch.equal(prompt, same)
         changed += not torch.equal(step, other)
-    assert changed >= 3
+    assert changed >= 2
 
 
 @torch.no_grad()
 def test_own_keys_decode_agrees_with_prefill_and_as_written_does_not(seed: int) -> None:
     own, written = models(seed)
-    ids = tokens(own.config, 33, seed)
+    ids = tokens(own.config, 57, seed)
     whole = own(_whole(own, ids)).logits
     assert torch.equal(prefill_then_one(own, ids)[1], whole)
-    decoded = [prefill_then_one(written, ids[:n])[1] for n in range(25, 34, 4)]
-    prompts = [written(_whole(written, ids[:n])).logits for n in range(25, 34, 4)]
+    decoded = [prefill_then_one(written, ids[:n])[1] for n in (41, 49, 57)]
+    prompts = [written(_whole(written, ids[:n])).logits for n in (41, 49, 57)]
     assert any(not torch.equal(a, b) for a, b in zip(decoded, prompts, strict=True))
 
 
