@@ -258,9 +258,7 @@ def list_packages(index: str, names: list[str], held_out: set[str]) -> list[Pack
             continue
         version = version_of(file["filename"])
         keep(file["filename"], archive)
-        packages.append(
-            Package(name, version, licence, file["filename"], file["hashes"]["sha256"], name in held_out)
-        )
+        packages.append(Package(name, version, licence, file["filename"], file["hashes"]["sha256"], name in held_out))
         print(f"{name} {version}: {licence}", file=sys.stderr)
     return packages
 

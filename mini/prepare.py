@@ -1,29 +1,35 @@
 """From the corpus to what a run needs: a vocabulary, a configuration, token files.
 
-    python mini/prepare.py [--tokens N]     reads .corpus/*.jsonl, writes .corpus/model/, train.bin and validation.bin
+    python mini/prepare.py [--fit MIB] [--tokens N]
 
-The vocabulary is a byte-level BPE of 4,096 ids, markers included, trained on a part of the training text. `--tokens`
-takes so many training tokens at most: documents are taken by a hash of their path, so a smaller set is part of every
-larger one, and all packages are in it.
+reads .corpus/*.jsonl, and writes .corpus/model/ (configuration and tokenizer), train.bin.xz, validation.bin.xz, and
+.corpus/prepared.json, what is in them. The vocabulary is a byte-level BPE of 4,096 ids, markers included, trained on a
+part of the training text. `--fit` and `--tokens` bound the training tokens by the size of their file and by number:
+documents are taken by a hash of their path, so a smaller set is part of every larger one, and all packages are in it.
 """
 
 import argparse
 import json
+import lzma
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from openv41.config import Config, engram_primes
 from openv41.inputs.tokenizer import Tokenizer, compress_vocabulary
-from openv41.train.data import write_tokens
+from openv41.train.data import XZ
 from openv41.weights.tiny import SPECIAL, train_tokenizer
 
 FOLDER = Path(".corpus")
 VOCABULARY = 4096
 SAMPLE = 24 << 20
 """Bytes of text that the vocabulary is trained on."""
+HELD = 2 << 20
+"""Bytes that the packer may hold back, packed: it gives what it has in blocks of at most 2 MiB."""
 
 
 def mini_config(compressed_vocab: int) -> Config:
@@ -73,9 +79,27 @@ def tokens_of(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]
         yield [*tokenizer.encode(text, markers=False), tokenizer.special.eos]
 
 
+def write_fitting(path: Path, documents: Iterable[list[int]], most_tokens: int, most_bytes: int) -> tuple[int, int]:
+    """A packed token file of the first documents, within both bounds: how many documents, and how many tokens."""
+    packer = lzma.LZMACompressor(lzma.FORMAT_XZ, filters=XZ)
+    count = tokens = written = 0
+    with path.open("wb") as file:
+        for ids in documents:
+            # What the packer still holds back is less than `HELD` once it is packed.
+            if tokens + len(ids) > most_tokens or written + HELD > most_bytes:
+                break
+            written += file.write(packer.compress(np.asarray(ids, "<u2").tobytes()))
+            count, tokens = count + 1, tokens + len(ids)
+        written += file.write(packer.flush())
+    if written > most_bytes:
+        raise ValueError(f"{path} has {written} bytes instead of {most_bytes}: raise HELD")
+    return count, tokens
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tokens", type=int, default=24_000_000, help="for training, at most (default: 24 million)")
+    parser.add_argument("--fit", type=float, default=36.0, metavar="MIB", help="of train.bin.xz, at most (default: 36)")
+    parser.add_argument("--tokens", type=int, default=10**9, metavar="N", help="for training, at most (default: any)")
     args = parser.parse_args(argv)
     texts = in_order(read("train"), 8 * args.tokens)
     backend = train_tokenizer(VOCABULARY, sample(texts))
@@ -87,17 +111,24 @@ def main(argv: list[str] | None = None) -> int:
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.context}
     (model / "tokenizer_config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
     (model / "config.json").write_text(json.dumps(config.to_hf(SPECIAL), indent=2), encoding="utf-8")
-    for name, some in (("validation", [one["text"] for one in read("validation")]), ("train", texts)):
-        documents, total = [], 0
-        for ids in tokens_of(tokenizer, some):
-            if name == "train" and total + len(ids) > args.tokens:
-                break
-            documents.append(ids)
-            total += len(ids)
-        size = sum(len(text.encode()) for text in some[: len(documents)])
-        write_tokens(FOLDER / f"{name}.bin", documents, VOCABULARY)
-        print(f"{name}: {len(documents):,} documents, {total:,} tokens, {size / total:.3f} bytes a token")
+    held = [one["text"] for one in read("validation")]
+    prepared = {
+        name: written(tokenizer, FOLDER / f"{name}.bin.xz", some, *bounds)
+        for name, some, bounds in (
+            ("validation", held, (10**9, 1 << 30)), ("train", texts, (args.tokens, int(args.fit * 2**20))),
+        )
+    }  # fmt: skip
+    (FOLDER / "prepared.json").write_text(json.dumps(prepared, indent=2) + "\n")
     return 0
+
+
+def written(tokenizer: Tokenizer, path: Path, texts: list[str], most_tokens: int, most_bytes: int) -> dict[str, int]:
+    """Write one file of tokens; what is in it."""
+    count, tokens = write_fitting(path, tokens_of(tokenizer, texts), most_tokens, most_bytes)
+    text = sum(len(text.encode()) for text in texts[:count])
+    print(f"{path}: {count:,} documents, {tokens:,} tokens, {text / tokens:.3f} bytes a token, "
+          f"{path.stat().st_size:,} bytes")  # fmt: skip
+    return {"documents": count, "tokens": tokens, "bytes": text, "file_bytes": path.stat().st_size}
 
 
 def sample(texts: Iterable[str]) -> Iterator[str]:

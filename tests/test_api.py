@@ -113,8 +113,8 @@ def test_what_is_no_model_folder_is_refused(tmp_path: Path, copy: Path) -> None:
     [
         (dict(device="banana"), InputError, "device must be"),
         (dict(device="cuda:99"), InputError, "device must be one that torch sees"),
-        (dict(ops="fast"), OpsError, "unknown set of ops"),
-        (dict(ops="reference", weights="cached"), InputError, "must go with the cpu set"),
+        (dict(ops="swift"), OpsError, "unknown set of ops"),
+        (dict(ops="reference", weights="cached"), InputError, "must go with the cpu or fast set"),
         (dict(threads=0), InputError, "threads must be a whole number, 1 or more"),
     ],
 )

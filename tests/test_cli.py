@@ -210,6 +210,7 @@ def test_stdin(cli, tiny: str, stdin) -> None:
 
 
 def test_the_demo_model_is_made_on_demand(cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("openv41.api.SHIPPED", tmp_path / "none")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     code, out, err = cli("generate", "a", "--max-new-tokens", "1", "--json")
     folder = Path(json.loads(out)["model"])
@@ -232,6 +233,7 @@ def test_two_demos_at_once_do_not_disturb_each_other(tmp_path: Path, monkeypatch
 
 def test_a_demo_that_cannot_be_written_is_an_error(cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
+    monkeypatch.setattr("openv41.api.SHIPPED", tmp_path / "none")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert one_line(cli("generate", "a")).startswith("the demo model cannot be written to ")
 
@@ -469,7 +471,7 @@ def test_doctor(cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 0 and err == "" and "DIFFERS" not in out
     document = json.loads(cli("doctor", "--json")[1])
     owners = document["ops"]["owners"]
-    assert owners["linear"] == "CpuOps" and owners["quantise"] == "ReferenceOps"
+    assert owners["grouped_linear"] == "CpuOps" and owners["linear"] == "FastOps" and owners["store"] == "ReferenceOps"
     assert [check["op"] for check in document["agreement"]] == ["linear", "sparse_attention", "index_scores", "pick"]
     reference = json.loads(cli("doctor", "--json", "--ops", "reference")[1])
     assert set(reference["ops"]["owners"].values()) == {"ReferenceOps"}

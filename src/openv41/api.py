@@ -1,10 +1,10 @@
 """The library's front room: `load` a model folder, then `generate`, `stream` and `score` text.
 
-    assistant = openv41.load("DeepSeek-V4.1-Flash")
-    print(assistant.generate("def fibonacci(n):", max_new_tokens=64).text)
-    for piece in assistant.stream("Once upon a time", temperature=0.8, seed=7):
-        print(piece.text, end="", flush=True)
-    print(assistant.score("The sky is blue.").perplexity)
+assistant = openv41.load("DeepSeek-V4.1-Flash")          # load() without a folder: the model of the package
+print(assistant.generate("def fibonacci(n):", max_new_tokens=64).text)
+for piece in assistant.stream("Once upon a time", temperature=0.8, seed=7):
+    print(piece.text, end="", flush=True)
+print(assistant.score("The sky is blue.").perplexity)
 """
 
 import os
@@ -25,12 +25,16 @@ from openv41.generate.speculate import speculation_for
 from openv41.inputs.tokenizer import Tokenizer, compress_vocabulary
 from openv41.model.transformer import Transformer
 from openv41.ops import Numerics, Ops, choose
-from openv41.ops.cpu import Weights, native_bf16
+from openv41.ops.cpu import native_bf16
+from openv41.ops.fast import Weights
 from openv41.texts import Completion, Prompt, Score, Stream, TokenScore
 from openv41.weights.load import Checkpoint, Progress, load_into
 
 if TYPE_CHECKING:
     from openv41.explain import Panel
+
+SHIPPED = Path(__file__).parent / "mini"
+"""Where the package has its own model, openv41-mini."""
 
 Prompts = list[str] | list[Prompt] | list[str | Prompt] | tuple[str | Prompt, ...]
 
@@ -132,8 +136,13 @@ class Assistant:
         return f"<Assistant {self.folder}: {layers} layers on {device}, {self.ops.numerics} {self.ops.name} ops>"
 
 
+def shipped() -> Path | None:
+    """The folder of the model that is part of the package; None in an installation without it."""
+    return SHIPPED if (SHIPPED / "config.json").is_file() else None
+
+
 def load(
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | None = None,
     device: str | torch.device = "cpu",
     ops: str = "auto",
     numerics: Numerics = "published",
@@ -141,19 +150,20 @@ def load(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Assistant:
-    """A model folder in the published form, checked as a whole and loaded.
+    """A model folder in the published form, checked as a whole and loaded; without one openv41-mini, the package's own.
 
-    `ops` is a set of operations (reference, cpu; auto: the fastest that the device has), `numerics` published or plain.
-    `weights` says what the cpu set keeps of a quantised weight: "stored" dequantises it at every use, "cached", "bf16"
-    and "fp32" keep it dequantised. Without it: "cached" if all of them take at most a quarter of the free memory, else
-    "stored". `threads` sets torch's threads, for the whole process. Engram tables stay in their files, mapped.
+    `ops` is a set of operations (reference, fast, cpu; auto: the fastest that the device has), `numerics` published or
+    plain. `weights` says what the cpu and fast sets keep of a quantised weight: "stored" dequantises it at every use,
+    "cached", "bf16" and "fp32" keep it dequantised. Without it: "cached" if all of them take at most a quarter of the
+    free memory, else "stored". `threads` sets torch's threads, for the whole process. Engram tables stay in their
+    files, mapped.
 
     Strict: every tensor must fit the configuration, and the tokenizer must give Engram's compressed vocabulary.
     Raises `CheckpointError`, `ConfigError`, `InputError` or `OpsError`.
     """
     device = find_device(device)
     _set_threads(threads)
-    checkpoint = Checkpoint.open(Path(folder))
+    checkpoint = Checkpoint.open(_own_model() if folder is None else Path(folder))
     config = checkpoint.config
     tokenizer = Tokenizer.open(checkpoint.folder)
     compressed = config.engram_compressed_vocab_size if config.engram_layer_ids else None
@@ -163,6 +173,16 @@ def load(
     if transformer.lookback is not None:
         transformer.lookback.token_map = token_map.to(device)
     return Assistant(transformer, tokenizer, checkpoint.folder)
+
+
+def _own_model() -> Path:
+    folder = shipped()
+    if folder is None:
+        raise InputError(
+            f"this installation has no openv41-mini ({SHIPPED} holds no model); give a model folder, or make one with "
+            "openv41 tiny"
+        )
+    return folder
 
 
 def _unfilled(config: Config, ops: Ops) -> Transformer:
@@ -194,30 +214,31 @@ def _set_threads(threads: int | None) -> None:
     torch.set_num_threads(threads)
 
 
-def _choose(
-    checkpoint: Checkpoint, device: torch.device, ops: str, numerics: Numerics, weights: Weights | None
-) -> Ops:
-    on_cpu_set = ops == "cpu" or (ops == "auto" and device.type == "cpu")
-    if on_cpu_set:
-        return choose(device, ops, numerics, weights=weights or _fitting_weights(checkpoint))
+def _choose(checkpoint: Checkpoint, device: torch.device, ops: str, numerics: Numerics, weights: Weights | None) -> Ops:
+    if ops != "reference":
+        return choose(device, ops, numerics, weights=weights or _fitting_weights(checkpoint, device))
     if weights is not None:
-        raise InputError(f"weights={weights!r} must go with the cpu set of ops, got ops={ops!r}; leave it out")
+        raise InputError(f"weights={weights!r} must go with the cpu or fast set of ops, got ops={ops!r}; leave it out")
     return choose(device, ops, numerics)
 
 
-def _fitting_weights(checkpoint: Checkpoint) -> Weights:
-    return "cached" if dequantised_bytes(checkpoint) <= free_memory() // 4 else "stored"
+def _fitting_weights(checkpoint: Checkpoint, device: torch.device) -> Weights:
+    """Dequantised weights are kept where they take a quarter of the free memory at most."""
+    on_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else free_memory()
+    return "cached" if dequantised_bytes(checkpoint, on_gpu or native_bf16()) <= free // 4 else "stored"
 
 
-def dequantised_bytes(checkpoint: Checkpoint) -> int:
-    """Bytes of the quantised weights in the type that the CPU multiplies in. Engram tables are only looked up."""
+def dequantised_bytes(checkpoint: Checkpoint, bf16: bool | None = None) -> int:
+    """Bytes of the quantised weights in bf16, or else in float32; if nothing is said, in what the CPU multiplies in.
+    Engram tables are only looked up."""
     specs = checkpoint.specs
     values = 0
     for name, spec in specs.items():
         scale = name.removesuffix("weight") + "scale"
         if name.endswith(".weight") and scale in specs and ".engram.embed." not in name:
             values += prod(spec.shape) * (2 if spec.dtype == "I8" else 1)  # two fp4 codes a byte
-    return values * (2 if native_bf16() else 4)
+    return values * (2 if (native_bf16() if bf16 is None else bf16) else 4)
 
 
 def free_memory() -> int:

@@ -17,6 +17,7 @@ to nearest, ties to the even code. Rows with infinities or NaN give unspecified 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float, UInt8
@@ -144,8 +145,14 @@ def e2m1_codes(x: Float[Tensor, "*any"]) -> UInt8[Tensor, "*any"]:
 
 
 def e2m1_values(codes: UInt8[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=codes.device)
-    return table[codes.long()]
+    return _e2m1_table(codes.device)[codes.long()]
+
+
+@lru_cache(maxsize=16)
+def _e2m1_table(device: torch.device) -> Float[Tensor, "16"]:
+    """Made once: to bring numbers to a device takes longer than to look them up."""
+    with torch.inference_mode(False):
+        return torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=device)
 
 
 def join_nibbles(codes: UInt8[Tensor, "*rows k"]) -> UInt8[Tensor, "*rows half"]:

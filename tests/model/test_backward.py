@@ -92,8 +92,8 @@ def test_every_parameter_has_a_gradient(numerics: str, want: str, seed: int) -> 
         assert parameter.grad is None or parameter.grad.is_sparse == (".engram.embed." in name), name
 
 
-def test_a_slope_is_that_of_finite_differences(seed: int) -> None:
-    """Along one direction of all weights at once."""
+def slopes(seed: int) -> tuple[float, float, float]:
+    """Of a model's loss along one direction of all weights at once: by backward, and by differences, long and short."""
     model = trained(everything(), seed)
     full_loss(model, seed).backward()
     generator = torch.Generator().manual_seed(seed)
@@ -113,8 +113,16 @@ def test_a_slope_is_that_of_finite_differences(seed: int) -> None:
             parameter -= by * move
         return value
 
-    step = 1e-6
-    assert math.isclose(slope, (loss(step) - loss(-step)) / (2 * step), rel_tol=1e-5, abs_tol=1e-7)
+    long, short = ((loss(step) - loss(-step)) / (2 * step) for step in (6e-7, 3e-7))
+    return slope, long, short
+
+
+def test_a_slope_is_that_of_finite_differences(seed: int) -> None:
+    """The loss jumps where another pick is made or another expert chosen, and bends where a gate is about to open: the
+    first point is taken where two differences agree. They do at nearly every one."""
+    points = (slopes(seed + number) for number in range(8))
+    slope, _, short = next(point for point in points if math.isclose(*point[1:], rel_tol=1e-6))
+    assert math.isclose(slope, short, rel_tol=1e-5, abs_tol=1e-7)
 
 
 def test_a_ragged_batchs_gradient_is_the_sum_of_each_alone(seed: int) -> None:

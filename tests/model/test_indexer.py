@@ -47,9 +47,9 @@ def test_gathered_candidates_give_the_same_picks(ops: str, store: Literal["wide"
         if block.attn.indexer is not None:
             block.attn.indexer.gathers_from = 10**9
     dense = picks_of(model, Cache(config, 1, 80, store=store), ids, cuts)
-    assert gathered.keys() == dense.keys() == {
-        row.layer for row in plan_layers(config) if row.role is Role.RESCORER
-    }, "every re-scorer was heard"
+    assert gathered.keys() == dense.keys() == {row.layer for row in plan_layers(config) if row.role is Role.RESCORER}, (
+        "every re-scorer was heard"
+    )
     for layer, calls in gathered.items():
         for call, (got, wanted) in enumerate(zip(calls, dense[layer], strict=True)):
             assert torch.equal(got, wanted), f"layer {layer}, call {call}"

@@ -47,7 +47,7 @@ def test_loads_count_what_was_chosen_and_only_during_a_step():
     assert not any(load.sum() for load in routing.loads.values())
     with routing.during(step):
         run_headless(model, step)
-    assert len(routing.losses) == model.config.n_layers
+    assert len(routing.watched) == model.config.n_layers
     for path, load in routing.loads.items():
         expected = seen[path].flatten().bincount(minlength=len(load)) if path in seen else 0 * load
         assert torch.equal(load, expected.float()), path
@@ -58,12 +58,12 @@ def test_loads_count_what_was_chosen_and_only_during_a_step():
 
 @pytest.mark.parametrize("function", ["sqrtsoftplus", "sigmoid", "softmax"])
 def test_the_sign_rule_moves_loads_towards_even(function, rng):
-    """A router that prefers some experts strongly: the bias alone evens it out."""
+    """A router that prefers some experts strongly, whatever its weights: the bias alone evens it out."""
     config = Config.tiny().replace(dtype="bf16", expert_dtype=None, score_func=function, vision_n_layers=0)
     router = Router(config, 8, 2, choose("cpu", "reference", "plain", dtype=torch.float32)).float()
     router.requires_grad_(False)
     router.weight.normal_(std=0.3 * config.dim**-0.5, generator=rng)
-    lean = torch.randn(config.dim, generator=rng)
+    lean = torch.linalg.pinv(router.weight) @ torch.linspace(-0.45, 0.45, 8)  # what the logits are on average
     model = torch.nn.ModuleDict({"gate": router})
     routing, image = Routing(model), torch.zeros(256, dtype=torch.bool)
     loads = []
@@ -73,6 +73,6 @@ def test_the_sign_rule_moves_loads_towards_even(function, rng):
             router(torch.randn(256, config.dim, generator=rng) + lean, image)
         loads.append(imbalance(routing.loads["gate"]))
         routing.move_bias(0.002)
-    assert sum(loads[:5]) / 5 > 1.4
-    assert sum(loads[-20:]) / 20 < 1 + 0.5 * (sum(loads[:5]) / 5 - 1)
+    assert sum(loads[:5]) / 5 > 2
+    assert sum(loads[-20:]) / 20 < 1 + 0.25 * (sum(loads[:5]) / 5 - 1)
     assert router.weight.grad is None

@@ -1,12 +1,14 @@
 """Documents, their split, and packs: nothing lost, nothing twice, the same order from the same seed."""
 
 import json
+import lzma
 
 import numpy as np
 import pytest
 
 from openv41.errors import InputError
 from openv41.inputs.tokenizer import Tokenizer
+from openv41.train import data
 from openv41.train.data import Corpus, Packs, Place, once, read_files, write_tokens
 from openv41.weights.tiny import SPECIAL, train_tokenizer
 
@@ -106,7 +108,8 @@ def test_files_of_every_kind_give_the_same_documents(tmp_path, tokenizer):
     (tmp_path / "lines.jsonl").write_text(lines, encoding="utf-8")
     documents = [[*tokenizer.encode(text, markers=False), SPECIAL.eos] for text in texts]
     write_tokens(tmp_path / "ids.bin", documents, 320)
-    for pattern in ("*.txt", "lines.jsonl", "ids.bin"):
+    write_tokens(tmp_path / "ids.bin.xz", documents, 320)
+    for pattern in ("*.txt", "lines.jsonl", "ids.bin", "ids.bin.xz"):
         read = read_files([str(tmp_path / pattern)], tokenizer, 320, "body")
         assert [list(document) for document in read] == documents, pattern
     together = read_files([str(tmp_path / "ids.bin"), str(tmp_path / "*.txt")], tokenizer, 320)
@@ -123,6 +126,9 @@ def test_files_of_every_kind_give_the_same_documents(tmp_path, tokenizer):
         ("a.bin", b"\0\0\x40\x01", "holds the id 320"),
         ("a.bin", b"\x05\0\0\0", "must begin with the begin id 0"),
         ("b.txt", b"", "no file at"),
+        ("a.bin.xz", b"this is no xz file", "is no xz file that can be read"),
+        ("a.bin.xz", lzma.compress(b"\0\0" * 500)[:-30], "is cut off"),
+        ("a.bin.xz", lzma.compress(b"\0\0\0"), "has 3 bytes"),
     ],
 )
 def test_bad_files_are_told_in_one_line(tmp_path, tokenizer, name, data, message):
@@ -130,6 +136,15 @@ def test_bad_files_are_told_in_one_line(tmp_path, tokenizer, name, data, message
         (tmp_path / name).write_bytes(data)
     with pytest.raises(InputError, match=message):
         read_files([str(tmp_path / name)], tokenizer, 320)
+
+
+def test_a_packed_file_is_not_unpacked_beyond_its_bound(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(data, "MOST_UNPACKED", 1000)
+    for count in (500, 501):
+        (tmp_path / f"{count}.bin.xz").write_bytes(lzma.compress(b"\0\0" * count))
+    assert len(read_files([str(tmp_path / "500.bin.xz")], tokenizer, 320)) == 500
+    with pytest.raises(InputError, match="holds more than 1000 bytes"):
+        read_files([str(tmp_path / "501.bin.xz")], tokenizer, 320)
 
 
 def test_texts_without_a_target_are_refused():

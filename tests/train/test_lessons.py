@@ -8,7 +8,7 @@ from openv41.model.masters import make_masters
 from openv41.model.transformer import Transformer
 from openv41.ops import choose
 from openv41.state import Cache, Step
-from openv41.train.lessons import Lessons, Target, View, divergence, index_keys
+from openv41.train.lessons import Lessons, Target, View, dense_loss, divergence, index_keys, picks_loss
 from tests.small import small_config, small_model, tokens
 
 TARGETS = [
@@ -85,6 +85,27 @@ def test_the_target_is_the_attentions_distribution(kind: str, seed: int) -> None
             torch.testing.assert_close(got[t, picks], (total / total.sum()).detach())
 
 
+@pytest.mark.parametrize("kind", ["joint", "far_only"])
+def test_what_was_picked_is_gathered_or_everything_else_hidden(kind: str, seed: int) -> None:
+    """Two ways to the same loss, and to the same gradients of every indexer."""
+    model = learning(seed)
+    lessons = taught(model, seed)
+    keys = None
+    for lesson in lessons.noted.values():
+        own = index_keys(lesson)
+        keys = keys if own is None else own
+        indexers = [p for name, p in model.named_parameters() if ".indexer." in name]
+        gathered, hidden = (loss(lesson, keys, Target(kind)) for loss in (picks_loss, dense_loss))
+        torch.testing.assert_close(gathered, hidden, rtol=1e-10, atol=1e-12)
+        found = [
+            torch.autograd.grad(loss, indexers, retain_graph=True, allow_unused=True) for loss in (gathered, hidden)
+        ]
+        for a, b in zip(*found, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-12)
+
+
 def test_dense_masks_are_the_visible_positions_and_candidates_a_part_of_them(seed: int) -> None:
     lessons = taught(learning(seed), seed)
     lesson = lessons.noted[5]
@@ -100,7 +121,7 @@ def test_dense_masks_are_the_visible_positions_and_candidates_a_part_of_them(see
 def test_a_re_scorer_teaches_its_sources_keys(seed: int) -> None:
     model = learning(seed)
     lessons = taught(model, seed)
-    assert index_keys(lessons.noted[5]) == []
+    assert index_keys(lessons.noted[5]) is None
     lessons.losses(Target())[5].backward()
     reached = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.count_nonzero()}
     assert {name.partition(".attn")[0] for name in reached} == {"layers.3", "layers.5"}

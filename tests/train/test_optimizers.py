@@ -28,9 +28,10 @@ def test_every_parameter_is_in_exactly_one_group():
         optimizers = Optimizers(model, OptimizerSettings())
         held = [id(p) for part in optimizers.parts.values() for group in part.param_groups for p in group["params"]]
         assert len(held) == len(set(held))
-        stacks = {id(stack) for stack in optimizers.stacks.stacks}
+        stacks = [one for one in optimizers.held["muon"] if one.stacked]
         moved = {id(p) for name in GROUPS[:-1] for p in groups[name].values()}
-        assert moved - stacks == set(held) - {id(matrix) for matrix in optimizers.stacks.matrices}
+        whole = set(held) - {id(matrix) for one in stacks for matrix in one.parts}
+        assert moved - {id(one.parameter) for one in stacks} == whole
 
 
 def test_groups_hold_what_they_say(model):

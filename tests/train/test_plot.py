@@ -7,7 +7,7 @@ import pytest
 
 from openv41.cli import main
 from openv41.errors import InputError
-from openv41.train.plot import draw_curve
+from openv41.train.plot import changes, draw_curve
 from tests.train.runs import settings_of
 
 LINES = [{"step": step, "loss": 5 / step} for step in range(1, 30)] + [{"step": 29, "validation": 0.4}]
@@ -36,3 +36,9 @@ def test_without_matplotlib_the_run_is_done_and_says_what_is_missing(tmp_path, m
     shown = capsys.readouterr()
     assert 'no loss curve: the curve needs matplotlib: pip install "openv41[train]"' in shown.err
     assert shown.out.strip().endswith("step-000001") and not (tmp_path / "run" / "curve.png").exists()
+
+
+def test_the_curve_says_where_numerics_change():
+    lines = [{"step": step, "loss": 1.0, "numerics": "plain" if step < 3 else "published"} for step in range(1, 6)]
+    assert changes([*lines, {"step": 5, "validation": 1.0}]) == [(3, "published")]
+    assert changes(LINES) == []

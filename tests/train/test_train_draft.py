@@ -33,7 +33,6 @@ def test_blocks_begin_wherever_there_is_a_token_before_and_behind(rng):
     assert blocks.known.tolist() == [[True, True, False], [True, False, False], [True, False, False]]
     assert blocks.first.tolist() == [1, 2, 1] and blocks.row.tolist() == [0, 0, 4]
     assert len(draw_blocks(pack, 3, 2, rng).text) == 2
-    assert draw_blocks(Pack((np.arange(2),)), 3, 2, rng) is None
 
 
 def test_the_loss_is_of_the_blocks_that_generation_runs(model, rng):
@@ -64,6 +63,20 @@ def test_the_loss_is_of_the_blocks_that_generation_runs(model, rng):
     expected = F.binary_cross_entropy_with_logits(sure, (logits.argmax(1) == targets).float())
     assert torch.allclose(found.confidence, expected, atol=1e-4)
     assert found.right == pytest.approx(sum(hits) / len(hits))
+
+
+def test_where_no_block_may_begin_the_loss_is_nothing_and_moves_nothing(model, rng):
+    """But it reaches all that another pack's loss reaches, so that all processes have gradients of the same weights."""
+    reached = []
+    for pack in (Pack(pack_of(model, 2, 2).sequences), pack_of(model, 12)):
+        _, output = run_headless(model, pack.step())
+        total = draft_loss(model.mtp, output, draw_blocks(pack, 3, 2, rng)).total()
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        found = torch.autograd.grad(total, list(named.values()), allow_unused=True)
+        reached.append({name: g for name, g in zip(named, found, strict=True) if g is not None})
+    nothing, something = reached
+    assert nothing.keys() == something.keys() and all(name.startswith("mtp.") for name in nothing)
+    assert not any(g.any() for g in nothing.values()) and any(g.any() for g in something.values())
 
 
 def test_blocks_do_not_see_one_another(model, rng):

@@ -166,7 +166,7 @@ def test_the_command_leaves_a_model_metrics_and_a_curve(tmp_path, capsys):
     assert "validation" in shown.err and "loss" in shown.err
     lines = [json.loads(line) for line in (tmp_path / "run" / METRICS).read_text().splitlines()]
     assert {"step", "tokens", "loss", "balance", "rate", "norm", "load", "tokens_per_second"} <= lines[0].keys()
-    assert lines[-1].keys() == {"step", "validation", "bits_per_byte"}
+    assert lines[-1].keys() == {"step", "validation", "bits_per_byte", "seconds"}
     assert main(["train", str(tmp_path / "train.toml")]) == 0
     assert "resuming" in capsys.readouterr().err
 

@@ -86,3 +86,25 @@ def test_published_numerics_train_what_is_shipped():
     logits.square().mean().backward()
     for name in ("layers.1.attn.wq_a.weight", "layers.2.ffn.experts.w1.weight", "layers.2.engram.wkv.weight"):
         assert dict(model.named_parameters())[name].grad.abs().sum() > 0, name
+
+
+def test_one_stream_is_a_plain_residual_network(seed):
+    """Its sublayers are added up by hand here; what would mix streams is no parameter that moves."""
+    config = drafting_config(hc_mult=1)
+    model = build(config, plain_ops(), seed)
+    step = Step.pack([(0, 0, tokens(config, 20, seed))], "all")
+    cache = model.fresh_cache(step)
+    cache.admit(step)
+    streams, sight = model.begin(step, cache)
+    x = streams.h[:, 0]
+    for block in model.blocks():
+        if block.engram is not None:
+            x = block.engram(x.unsqueeze(1), sight.ngrams, step.image).squeeze(1)
+        y, sight = block.attn(block.attn_norm(x), step, sight, cache)
+        x = x + y
+        x = x + block.ffn(block.ffn_norm(x), step.image)
+    logits = model(step).logits
+    torch.testing.assert_close(logits, model.head(model.norm(x)), rtol=1e-3, atol=1e-4)
+    logits.square().mean().backward()
+    assert not any(p.requires_grad for name, p in model.named_parameters() if ".hc_" in name)
+    assert model.layers[0].attn.wq_a.weight.grad.any()

@@ -1,4 +1,5 @@
-"""The model that a command runs: the folder it was given, or the demo checkpoint, made on demand."""
+"""The model that a command runs: the folder it was given; else openv41-mini, the package's own; else, in an
+installation without it, the demo checkpoint, made on demand."""
 
 import argparse
 import os
@@ -15,11 +16,11 @@ if TYPE_CHECKING:
     from openv41.api import Assistant
 
 DEMO_SEED = 0
-SETS = ("auto", "reference", "cpu")
+SETS = ("auto", "reference", "fast", "cpu", "hopper")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="DIR", help="a model folder (default: a tiny demo of random weights)")
+    parser.add_argument("--model", metavar="DIR", help="a model folder (default: openv41-mini, the package's own)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
     add_ops_option(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
@@ -33,9 +34,16 @@ def open_assistant(args: argparse.Namespace) -> "Assistant":
     """The assistant that the options ask for."""
     from openv41.api import load
 
-    folder = demo_folder() if args.model is None else Path(args.model)
+    folder = default_folder() if args.model is None else Path(args.model)
     progress = _show_progress if sys.stderr.isatty() else None
     return load(folder, args.device, args.ops, threads=args.threads, progress=progress)
+
+
+def default_folder() -> Path:
+    """The model that runs when none is named."""
+    from openv41.api import shipped
+
+    return shipped() or demo_folder()
 
 
 def demo_folder() -> Path:
@@ -48,7 +56,10 @@ def demo_folder() -> Path:
         except OSError as error:
             reason = error.strerror or str(error)
             raise InputError(f"the demo model cannot be written to {cache}: {reason}; give --model DIR") from error
-    note(f"no --model: using the demo model in {folder}, whose random weights say nothing sensible")
+    note(
+        f"no --model, and no openv41-mini in this installation: using the demo model in {folder}, whose random weights "
+        "say nothing sensible"
+    )
     return folder
 
 

@@ -1,18 +1,27 @@
-"""`openv41 train`: train a model from a TOML file of settings, or go on with a run."""
+"""`openv41 train`: train a model from a TOML file of settings, or go on with a run.
+
+Of several processes that `torchrun` started, the first one speaks for all.
+"""
 
 import argparse
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openv41.commands.output import note
-from openv41.errors import InputError, TrainingStopped
+from openv41.errors import InputError, OpenV41Error, TrainingStopped
 
-WENT_WRONG = 1
+if TYPE_CHECKING:
+    from openv41.train.loop import Training
+    from openv41.train.parallel import Processes
+    from openv41.train.settings import Settings
+
+WENT_WRONG, BAD_INPUT = 1, 2
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -29,36 +38,73 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
+    from openv41.train.parallel import launched, number_of_process
+
+    try:
+        settings = _settings(args)
+        import torch
+
+        # Small models have small products, which threads mostly wait in; and sums depend on their number.
+        torch.set_num_threads(args.threads)
+        processes = launched(settings.device)
+        training = _opened(settings, processes)
+    except (OpenV41Error, OSError):  # in all processes alike
+        if number_of_process():
+            return BAD_INPUT
+        raise
+    code = _train(training, args.minutes)
+    del training  # it holds what `close` is to end
+    processes.close()
+    return code
+
+
+def _settings(args: argparse.Namespace) -> "Settings":
     if args.minutes is not None and not args.minutes > 0:
         raise InputError(f"minutes must be above 0, got {args.minutes}; leave it out to train to the last step")
     if args.threads < 1:
         raise InputError(f"threads must be 1 or more, got {args.threads}; leave it out for 1")
     from openv41.train.settings import Settings
 
-    settings = Settings.from_toml(args.settings)
-    import torch
+    return Settings.from_toml(args.settings)
 
-    from openv41.train.loop import METRICS, Training, read_metrics
 
-    # Small models have small products, which threads mostly wait in; and sums depend on their number.
-    torch.set_num_threads(args.threads)
-    training = Training(settings)
-    if training.step:
-        note(f"resuming {settings.folder} after step {training.step}")
-    elif (Path(settings.folder) / METRICS).is_file():
-        note(f"{settings.folder} has no checkpoint: beginning again")
+def _opened(settings: "Settings", processes: "Processes") -> "Training":
+    from openv41.train.loop import Training
+
     try:
-        with _deterministic(settings.device), _progress(settings.steps, training.step) as report:
-            done = training.run(report, math.inf if args.minutes is None else 60 * args.minutes)
+        return processes.together(partial(Training, settings, processes))
+    except (OpenV41Error, OSError):
+        processes.close()
+        raise
+
+
+def _train(training: "Training", minutes: float | None) -> int:
+    from openv41.train.loop import METRICS, read_metrics
+
+    settings = training.settings
+    say, folder = note if training.writes else _nothing, Path(settings.folder)
+    if training.step:
+        say(f"resuming {settings.folder} after step {training.step}")
+    elif (folder / METRICS).is_file():
+        say(f"{settings.folder} has no checkpoint: beginning again")
+    shown = _progress(settings.steps, training.step) if training.writes else nullcontext(None)
+    try:
+        with _deterministic(settings.device), shown as report:
+            done = training.run(report, math.inf if minutes is None else 60 * minutes)
     except TrainingStopped as stopped:
-        print(f"openv41: error: {stopped}", file=sys.stderr)
+        if training.writes:
+            print(f"openv41: error: {stopped}", file=sys.stderr)
         return WENT_WRONG
-    folder = Path(settings.folder)
-    _draw(folder, read_metrics(folder / METRICS))
+    if training.writes:
+        _draw(folder, read_metrics(folder / METRICS))
+        print(training.saved)
     if not done:
-        note(f"ended after step {training.step} of {settings.steps}: run the same command to go on")
-    print(training.saved)
+        say(f"ended after step {training.step} of {settings.steps}: run the same command to go on")
     return 0
+
+
+def _nothing(text: str) -> None:
+    """Where another process says it."""
 
 
 def _draw(folder: Path, lines: list[dict[str, Any]]) -> None:
@@ -74,16 +120,20 @@ def _draw(folder: Path, lines: list[dict[str, Any]]) -> None:
 
 @contextmanager
 def _deterministic(device: str) -> Iterator[None]:
-    """On a CPU, sums in a fixed order for as long as the run lasts."""
+    """For as long as the run lasts: on a CPU sums in a fixed order, on a GPU products of float32 in TF32."""
     import torch
 
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    precision, on_cpu = torch.get_float32_matmul_precision(), torch.device(device).type == "cpu"
     # On a GPU some sums have no fixed order, and asking for one would be an error.
-    torch.use_deterministic_algorithms(torch.device(device).type == "cpu")
+    torch.use_deterministic_algorithms(on_cpu)
+    if not on_cpu:
+        torch.set_float32_matmul_precision("high")
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.set_float32_matmul_precision(precision)
 
 
 @contextmanager

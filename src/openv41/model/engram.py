@@ -52,6 +52,10 @@ class HashPlan(NamedTuple):
     offsets: Int[Tensor, "orders heads"]
     multipliers: Int[Tensor, "order"]
 
+    def on(self, device: torch.device) -> "HashPlan":
+        """The same numbers on a device."""
+        return self if self.primes.device == device else HashPlan(*(part.to(device) for part in self))
+
 
 def hash_plan(config: Config, layer: int) -> HashPlan:
     """Primes are drawn in order, none twice in the model; multipliers come from a generator seeded by the layer."""
@@ -68,12 +72,11 @@ def hash_plan(config: Config, layer: int) -> HashPlan:
 
 def hash_rows(ngrams: Int[Tensor, "n order"], plan: HashPlan) -> Int[Tensor, "n rows"]:
     """Table rows of each token's n-grams, by length, then by head: products XORed one lookback at a time, modulo."""
-    mixed = ngrams * plan.multipliers.to(ngrams.device)
-    total, rows = mixed[:, 0], []
+    mixed = ngrams * plan.multipliers
+    totals = [mixed[:, 0]]
     for i in range(1, ngrams.shape[1]):
-        total = total ^ mixed[:, i]
-        rows.append(total.unsqueeze(1) % plan.primes[i - 1].to(ngrams.device) + plan.offsets[i - 1].to(ngrams.device))
-    return torch.cat(rows, 1)
+        totals.append(totals[-1] ^ mixed[:, i])
+    return (torch.stack(totals[1:], 1).unsqueeze(2) % plan.primes + plan.offsets).flatten(1)
 
 
 class Table(nn.Module):
@@ -102,6 +105,7 @@ class Engram(nn.Module):
     def forward(
         self, h: Float[Tensor, "n m dim"], ngrams: Int[Tensor, "n order"], image: Bool[Tensor, "n"]
     ) -> Float[Tensor, "n m dim"]:
+        self.hashes = self.hashes.on(ngrams.device)  # once
         return self.recall(h, hash_rows(ngrams, self.hashes), ~image)
 
     def recall(

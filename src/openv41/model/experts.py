@@ -46,9 +46,7 @@ class SwiGLU(nn.Module):
         self.w2 = Linear(inner, dim, stored, ops)
         self.w3 = Linear(dim, inner, stored, ops)
 
-    def forward(
-        self, x: Float[Tensor, "n dim"], routing: Float[Tensor, "n 1"] | None = None
-    ) -> Float[Tensor, "n dim"]:
+    def forward(self, x: Float[Tensor, "n dim"], routing: Float[Tensor, "n 1"] | None = None) -> Float[Tensor, "n dim"]:
         return self.w2(self.ops.swiglu(self.w1(x), self.w3(x), self.limit, routing))
 
 
@@ -89,9 +87,7 @@ class Experts(nn.Module):
         self.gate = Router(config, experts, active, ops)
         self.experts = RoutedExperts(config, experts, ops)
         inner = config.moe_inter_dim * config.n_shared_experts
-        self.shared_experts = (
-            SwiGLU(config.dim, inner, stored_in(config), config.swiglu_limit, ops) if inner else None
-        )
+        self.shared_experts = SwiGLU(config.dim, inner, stored_in(config), config.swiglu_limit, ops) if inner else None
 
     def forward(self, x: Float[Tensor, "n dim"], image: Bool[Tensor, "n"]) -> Float[Tensor, "n dim"]:
         result = self.experts(x, *self.gate(x, image))

@@ -1,8 +1,8 @@
 """The far part of attention, by role. The constructor chooses one; the forward asks only whether there is one.
 
-    Source    makes latents and index keys from its own input, picks, and hands all of it down
-    Rescorer  picks anew among what the last source made (inside the candidate blocks, if there are any)
-    Reader    takes latents and picks as they were handed down
+Source    makes latents and index keys from its own input, picks, and hands all of it down
+Rescorer  picks anew among what the last source made (inside the candidate blocks, if there are any)
+Reader    takes latents and picks as they were handed down
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class Source:
         """Make latents and index keys of the groups that the step completes, write them, and hand them down."""
         state = cache.sources[self.plan.layer]
         groups = step.groups(self.plan.ratio)
-        first = groups.index * self.plan.ratio  # a latent stands at the position of its group's first token
+        first = groups.first  # a latent stands at the position of its group's first token
         latents = self.compressor(x, step, state.group)
         if step.replay:  # they stand already; at a halo's edge these would be others
             return sight.having(latents=state.latents, keys=state.keys)

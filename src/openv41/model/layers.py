@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from openv41.config import Config
+from openv41.errors import OpsError
 from openv41.formats import TILE
 from openv41.ops import Ops
 
@@ -99,6 +100,7 @@ class Rotary:
     """
 
     PIECE = 64  # positions worked out at a time, always the same ones together
+    KEPT = 4  # tensors of positions whose angles are kept: a step's tokens, its groups by ratio, a draft's blocks
 
     def __init__(
         self,
@@ -122,7 +124,8 @@ class Rotary:
             frequencies = frequencies / factor * (1 - kept) + frequencies * kept
         self.frequencies = frequencies
         self.pieces: dict[int, tuple[Tensor, Tensor]] = {}
-        self.latest: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
+        self.latest: list[tuple[Tensor, tuple[Tensor, Tensor]]] = []
+        self.tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @classmethod
     @lru_cache(maxsize=8)
@@ -144,16 +147,42 @@ class Rotary:
 
     def at(self, positions: Int[Tensor, "n"]) -> tuple[Float[Tensor, "n half"], Float[Tensor, "n half"]]:
         """Cosine and sine [n, width / 2], float32, of each position."""
-        if self.latest is None or self.latest[0] is not positions:  # forty layers ask for the same step's in turn
-            self.latest = positions, self._at(positions)
-        return self.latest[1]
+        for known, angles in self.latest:  # forty layers ask for the same few tensors in turn
+            if known is positions:
+                return angles
+        angles = self._at(positions)
+        self.latest = [*self.latest[1 - self.KEPT :], (positions, angles)]
+        return angles
 
     def _at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        here = positions.cpu()
-        numbers, which = (here // self.PIECE).unique(return_inverse=True)
+        if positions.device.type != "cpu":
+            return self._on(positions)
+        numbers, which = (positions // self.PIECE).unique(return_inverse=True)
         tables = [self._piece(number) for number in numbers.tolist()] or [self._piece(0)]
-        cos, sin = (torch.stack(parts)[which, here % self.PIECE] for parts in zip(*tables, strict=True))
-        return cos.to(positions.device), sin.to(positions.device)
+        cos, sin = (torch.stack(parts)[which, positions % self.PIECE] for parts in zip(*tables, strict=True))
+        return cos, sin
+
+    def _on(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """From a table on the device, of all positions up to the furthest that was asked for, or twice as far as
+        before. The device is asked for one number; while a graph is captured it cannot be, and `hold` must have been
+        called for enough positions."""
+        table = self.tables.get(positions.device)
+        if positions.is_cuda and torch.cuda.is_current_stream_capturing():
+            if table is None:
+                raise OpsError("a step that is captured looks its angles up in a table: call hold before")
+        else:
+            needed = int(positions.max()) + 1 if len(positions) else 1
+            if table is None or len(table[0]) < needed:
+                table = self.hold(max(needed, 2 * len(table[0]) if table else 0), positions.device)
+        cos, sin = table
+        return cos[positions], sin[positions]
+
+    def hold(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A table on a device of the angles of the first `count` positions and a few more; it stays for later."""
+        pieces = (self._piece(number) for number in range(-(-count // self.PIECE)))
+        cosines, sines = zip(*pieces, strict=True)
+        self.tables[device] = torch.cat(cosines).to(device), torch.cat(sines).to(device)
+        return self.tables[device]
 
     def _piece(self, number: int) -> tuple[Tensor, Tensor]:
         if number not in self.pieces:

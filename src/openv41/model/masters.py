@@ -32,9 +32,20 @@ def make_masters(model: nn.Module, ops: Ops, dtype: torch.dtype = torch.float32)
         weight = part.get_parameter("weight")
         part.register_parameter("weight", nn.Parameter(form.unpack(weight, scale).detach().to(dtype)))
         delattr(part, "scale")
+        setattr(part, "stored_as", form)  # noqa: B010
         setattr(part, "scale", form if published else None)  # noqa: B010  (a parameter until now)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+
+
+def change_ops(model: nn.Module, ops: Ops) -> None:
+    """Let `model`, which has masters, run on other operations from now on, its parameters being the same. With
+    published numerics masters are rounded on the way, with plain ones they are not."""
+    for part in model.modules():
+        if "ops" in vars(part):
+            setattr(part, "ops", ops)  # noqa: B010
+        if (form := vars(part).get("stored_as")) is not None:
+            setattr(part, "scale", form if ops.numerics == "published" else None)  # noqa: B010
 
 
 def format_of(part: nn.Module) -> WeightFormat:

@@ -32,7 +32,7 @@ class Streams:
     def start(cls, x: Float[Tensor, "n dim"], m: int) -> "Streams":
         """m copies of the embedding; the first reader takes the first copy."""
         pre = torch.zeros(x.shape[0], m, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        pre[:, 0] = 1
+        pre[:, 0].fill_(1)  # a number that is assigned would be sent to the device first
         return cls(x.unsqueeze(1).repeat(1, m, 1), pre)
 
     def rows_of(self, rows: Int[Tensor, "kept"]) -> "Streams":

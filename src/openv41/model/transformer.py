@@ -130,13 +130,13 @@ class Transformer(nn.Module):
         cache = self.fresh_cache(step) if cache is None else cache
         cache.admit(step)
         streams, sight = self.begin(step, cache)
-        halo = Halo.of(self.config, step, cache.slack)
+        halo = Halo.of(self.config, step, cache.slack) if prefill == "halo" else None
         taps: list[Tensor] = []
         whole = step
         run = once_more if checkpoint else plainly
         for block in self.blocks():
             streams = run(block.recall, streams, step, sight)
-            if halo is not None and prefill == "halo" and block.layer >= halo.first:
+            if halo is not None and block.layer >= halo.first:
                 if block.layer == halo.first:
                     sight = block.publish(streams, step, sight, cache)
                 latest = step.latest(halo.reach(block.layer))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from openv41.errors import OpsError
 from openv41.formats import BlockFormat
+from openv41.ops.pieces import launch_bound, rows_at_once
 from openv41.ops.reference import Activation, Numerics, ReferenceOps
 
 
@@ -32,9 +33,7 @@ class Ops(Protocol):
     numerics: Numerics
     dtype: torch.dtype
 
-    def linear(
-        self, x: Float[Tensor, "n inputs"], weight: Tensor, scale: Tensor | None
-    ) -> Float[Tensor, "n outputs"]:
+    def linear(self, x: Float[Tensor, "n inputs"], weight: Tensor, scale: Tensor | None) -> Float[Tensor, "n outputs"]:
         """x @ weight.T with a stored weight; a quantised weight meets a quantised activation. In x's dtype."""
 
     def linear_wide(self, x: Float[Tensor, "n inputs"], weight: Tensor) -> Float[Tensor, "n outputs"]:
@@ -167,7 +166,54 @@ class Ops(Protocol):
         """streams + gate * value, the gate from the agreement of stream and key; where not `open` it is 0."""
 
 
-SETS = ("reference", "cpu")
+@runtime_checkable
+class Selecting(Protocol):
+    """What a set may have besides: score and pick for all tokens of a step at once, through the pages of the cache."""
+
+    def select(
+        self,
+        q: Float[Tensor, "n i c"],
+        weights: Float[Tensor, "n i"],
+        table: Shaped[Tensor, "rows _"],
+        slot: Int[Tensor, "n"],
+        pages: Int[Tensor, "slots pages"],
+        per_page: int,
+        visible: Int[Tensor, "n"],
+        k: int,
+        most: int,
+        runs: Sequence[int],
+        block: int,
+        keep: int,
+        within: Bool[Tensor, "n blocks"] | None,
+        kept: int,
+        budget: int,
+    ) -> tuple[Int[Tensor, "n k"], Bool[Tensor, "n blocks"] | None]:
+        """Each token's picks among its slot's first `visible` positions (`most` at most), as `index_scores` and `pick`
+        give them; with `keep`, its best blocks of `block` positions too, as `pick_blocks` gives them.
+
+        Position p of slot s is row `pages[s, p // per_page] * per_page + p % per_page` of the table. `runs`: tokens of
+        one slot in a row, run by run. `within`: blocks inside which to pick, `kept` of a row's at most. `budget`: bytes
+        of scores that may exist at a time."""
+
+
+def selecting(ops: Any) -> Selecting | None:
+    """The same set, if it has that operation too."""
+    return ops if hasattr(ops, "select") else None
+
+
+SETS = ("reference", "fast", "cpu", "hopper")
+
+__all__ = [
+    "SETS",
+    "Activation",
+    "Numerics",
+    "Ops",
+    "ReferenceOps",
+    "Selecting",
+    "choose",
+    "launch_bound",
+    "rows_at_once",
+]
 
 
 def choose(
@@ -177,21 +223,35 @@ def choose(
     training: bool = False,
     **options: Any,
 ) -> Ops:
-    """The set of operations for a device: "reference", "cpu", or "auto" (the fastest that the device has).
+    """The set of operations for a device: "reference", "fast", "cpu", "hopper"; "auto" is cpu on a CPU, else fast.
 
     `training` makes it differentiable: the same results, with straight-through gradients (see `ops.training`).
-    `options` go to the set's constructor: `dtype` with plain numerics, `weights` with the cpu set.
+    `options` go to the set's constructor: `dtype` with plain numerics, `weights` with the fast and cpu sets.
     Raises `OpsError` for an unknown name or a set that the device cannot run.
     """
     from openv41.ops.cpu import CpuOps
+    from openv41.ops.fast import FastOps
     from openv41.ops.training import TrainingOps
 
     kind = torch.device(device).type
     if want == "auto":
-        want = "cpu" if kind == "cpu" else "reference"
+        want = "cpu" if kind == "cpu" else "fast"
     if want not in SETS:
         raise OpsError(f"unknown set of ops {want!r}: use one of {', '.join(SETS)}, or auto")
     if want == "cpu" and kind != "cpu":
-        raise OpsError(f"the cpu ops run on the CPU only, not on {kind}: use reference or auto there")
-    ops = CpuOps(numerics, **options) if want == "cpu" else ReferenceOps(numerics, **options)
+        raise OpsError(f"the cpu ops run on the CPU only, not on {kind}: use fast or auto there")
+    sets: dict[str, type[ReferenceOps]] = {"reference": ReferenceOps, "fast": FastOps, "cpu": CpuOps}
+    ops = (_hopper(device) if want == "hopper" else sets[want])(numerics, **options)
     return TrainingOps(ops) if training else ops
+
+
+def _hopper(device: str | torch.device) -> type[ReferenceOps]:
+    """The class of the hopper ops, whose kernels are only there where Triton is."""
+    kind = torch.device(device)
+    if kind.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(kind)[0] != 9:
+        raise OpsError(f"the hopper ops run on GPUs of compute capability 9.0, not on {kind}: use fast or auto there")
+    try:
+        from openv41.ops.hopper import HopperOps
+    except ModuleNotFoundError as error:
+        raise OpsError(f"the hopper ops need {error.name}: install the extra hopper, or use fast") from None
+    return HopperOps

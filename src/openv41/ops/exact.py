@@ -59,9 +59,7 @@ def matmul(x: Float[Tensor, "*batch n k"], w: Float[Tensor, "*batch o k"]) -> Fl
 
 def tiled(x: Tensor, w: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """`product` of every piece of x's rows [..., n, :] with every piece of w's rows [..., o, :], put together."""
-    return torch.cat(
-        [torch.cat([product(xs, ws) for ws in w.split(COLUMNS, -2)], -1) for xs in x.split(ROWS, -2)], -2
-    )
+    return torch.cat([torch.cat([product(xs, ws) for ws in w.split(COLUMNS, -2)], -1) for xs in x.split(ROWS, -2)], -2)
 
 
 def _add_in_order(parts: Iterator[Tensor]) -> Tensor:

@@ -39,6 +39,8 @@ class ReferenceOps:
     """The judge: slow and plain. `numerics`: "published" or "plain"; `dtype`: the activations', for plain numerics."""
 
     name: str = "reference"
+    few_steps = False
+    """Whether operations take few large steps, with gradients of their own: see `ops.fast`."""
 
     def __init__(self, numerics: Numerics = "published", dtype: torch.dtype | None = None) -> None:
         if numerics not in ("published", "plain"):
@@ -63,9 +65,7 @@ class ReferenceOps:
 
     # Linear maps
 
-    def linear(
-        self, x: Float[Tensor, "n inputs"], weight: Tensor, scale: Tensor | None
-    ) -> Float[Tensor, "n outputs"]:
+    def linear(self, x: Float[Tensor, "n inputs"], weight: Tensor, scale: Tensor | None) -> Float[Tensor, "n outputs"]:
         """A quantised weight meets an activation quantised to fp8 in blocks of 32: each block's product is taken in
         float32, multiplied by both scales, and added in order of K. One rounding at the end."""
         if scale is None or self.plain:
@@ -293,9 +293,7 @@ class ReferenceOps:
             return shifted / self.sum(shifted).unsqueeze(-1)
         return self.sigmoid(logits) if function == "sigmoid" else self.sqrt(self.softplus(logits))
 
-    def weigh(
-        self, scores: Float[Tensor, "n e"], chosen: Int[Tensor, "n k"], scale: float
-    ) -> Float[Tensor, "n k"]:
+    def weigh(self, scores: Float[Tensor, "n e"], chosen: Int[Tensor, "n k"], scale: float) -> Float[Tensor, "n k"]:
         """The weights of the chosen experts."""
         weights = scores.gather(1, chosen)
         if chosen.shape[1] > 1:  # one expert keeps its score: over itself it would always be 1

@@ -3,6 +3,9 @@
     forward    the operation of the set within, to the bit; of it only the inputs are kept
     backward   the gradient of the operation's differentiable twin at those inputs, worked out when it is needed
 
+A set of few steps (`ops.fast`) is taken as it is where nothing is rounded but results: PyTorch keeps the graph of its
+steps, which takes memory, and spares running them once more.
+
 The twin is the plain specification in float32 (float64 for float64). Where the published model rounds an activation or
 a weight to fp8 or fp4, the twin meets the rounded values, and the rounding's derivative is one. So it is for values
 that saturate: a block's scale follows its largest value, and a value cut off from its gradient could not come back. The
@@ -12,8 +15,8 @@ Numbers have no gradient: what `pick`, `pick_blocks` and `route` choose; `route`
 none. Nor have records of bytes: one trains with a cache of wide rows, the default.
 
 A weight may be a float *master*, with the format that it is to be rounded to, a `WeightFormat`, in place of its scale.
-The set within then gets codes and scales as they would be stored, and the gradient goes to the master. An Engram
-table's gradient is a sparse tensor of the rows looked up.
+The set within then gets codes and scales as they would be stored, made once for as long as the master stays as it is,
+and the gradient goes to the master. An Engram table's gradient is a sparse tensor of the rows looked up.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,19 +27,26 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.utils.weak import WeakIdKeyDictionary
 
 from openv41.errors import OpsError
 from openv41.formats import LATENT, WINDOW, BlockFormat, WeightFormat
+from openv41.ops.fast import FastOps, by_expert, bytes_of_query, one_table, round_activation, takes_all, version
+from openv41.ops.pieces import launch_bound, rows_at_once
 from openv41.ops.reference import Activation, ReferenceOps, wide
 
 Scale = Tensor | WeightFormat | None
 """Beside a weight: the scales of stored codes; the format that a float master is rounded to; nothing."""
 
+WIDE = FastOps("plain", torch.float32)
+"""Operations of few steps without any rounding."""
+
 Gradients = Callable[[list[Any], Sequence[bool], Sequence[Tensor]], list[Tensor | None]]
 """From an operation's inputs, which of them want a gradient, and the results' gradients: the inputs' gradients."""
 
 QUERIES = 64
-"""Queries whose rows attention's backward gathers at a time."""
+"""Queries whose rows attention's backward gathers at a time on a CPU."""
 
 
 class TrainingOps:
@@ -47,35 +57,96 @@ class TrainingOps:
     def __init__(self, inner: Any) -> None:
         self.inner, self.name = inner, f"training ({inner.name})"
         self.numerics, self.dtype = inner.numerics, inner.dtype
-        published = inner.numerics == "published"
-        self.twin = Twin(published, torch.float32 if published else inner.dtype)
+        self.few_steps = getattr(inner, "few_steps", False)
+        self.published = inner.numerics == "published"
+        self.twin = Twin(self.published, torch.float32 if self.published else inner.dtype)
+        self.packed = WeakIdKeyDictionary()
 
     def _through(self, run: Callable[..., Any], gradients: Gradients, *inputs: Any) -> Any:
         wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
         return _Through.apply(run, gradients, *inputs) if wanted else run(*inputs)
 
+    def _smooth(self, name: str, *inputs: Any) -> Any:
+        """An operation that rounds nothing but its results."""
+        run = getattr(self.inner, name)
+        return run(*inputs) if self.few_steps else self._through(run, again(getattr(self.twin, name)), *inputs)
+
+    # Masters
+
+    def stored(self, weight: Tensor, scale: Scale) -> tuple[Tensor, Tensor | None]:
+        """A weight as other sets of operations take it: a master as codes and scales."""
+        if not isinstance(scale, WeightFormat):
+            return weight, scale
+        held = self.packed.get(weight)
+        if held is None or held[0] != version(weight):
+            held = (version(weight), scale.pack(weight.detach()))
+            self.packed[weight] = held
+        return held[1]
+
+    def forget(self) -> None:
+        """Masters have changed in a way that does not count as a change in place: pack them anew."""
+        self.packed.clear()
+
+    def values(self, weight: Tensor, scale: Scale) -> Tensor:
+        """What is multiplied with, in wide precision."""
+        codes, steps = self.stored(weight, scale)
+        if steps is None:
+            return wide(weight)
+        return wide(self.inner.values(codes, steps) if self.few_steps else self.twin.dense(codes, steps))
+
     # Linear maps
 
     def linear(self, x: Float[Tensor, "n inputs"], weight: Tensor, scale: Scale) -> Float[Tensor, "n outputs"]:
-        run = partial(with_stored, self.inner.linear)
-        return self._through(run, again(self.twin.linear), x, weight, scale)
+        if self.few_steps and not self.published:
+            return self.inner.linear(x, weight, scale)
+        return self._through(self._linear, self._linear_gradients, x, weight, scale)
+
+    def _linear(self, x: Tensor, weight: Tensor, scale: Scale) -> Tensor:
+        return self.inner.linear(x, *self.stored(weight, scale))
+
+    def _linear_gradients(
+        self, inputs: list[Any], wanted: Sequence[bool], results: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        x, weight, scale = inputs
+        g = wide(results[0])
+        met = round_activation(wide(x)) if self.published and scale is not None else wide(x)
+        return [
+            g @ self.values(weight, scale) if wanted[0] else None,
+            g.mT @ met if wanted[1] else None,
+            None,
+        ]
 
     def linear_wide(self, x: Float[Tensor, "n inputs"], weight: Tensor) -> Float[Tensor, "n outputs"]:
-        return self._through(self.inner.linear_wide, again(self.twin.linear_wide), x, weight)
+        return self._smooth("linear_wide", x, weight)
 
     def linear_bias(self, x: Float[Tensor, "n inputs"], weight: Tensor, bias: Tensor) -> Float[Tensor, "n outputs"]:
-        return self._through(self.inner.linear_bias, again(self.twin.linear_bias), x, weight, bias)
+        return self._smooth("linear_bias", x, weight, bias)
 
     def grouped_linear(
         self, x: Float[Tensor, "n g inputs"], weight: Tensor, scale: Scale
     ) -> Float[Tensor, "n g outputs"]:
-        run = partial(with_stored, self.inner.grouped_linear)
-        return self._through(run, again(self.twin.grouped_linear), x, weight, scale)
+        if self.few_steps and not self.published:
+            return self.inner.grouped_linear(x, weight, scale)
+        return self._through(self._grouped_linear, self._grouped_gradients, x, weight, scale)
+
+    def _grouped_linear(self, x: Tensor, weight: Tensor, scale: Scale) -> Tensor:
+        return self.inner.grouped_linear(x, *self.stored(weight, scale))
+
+    def _grouped_gradients(
+        self, inputs: list[Any], wanted: Sequence[bool], results: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        x, weight, scale = inputs
+        g, met = wide(results[0]).transpose(0, 1), wide(x).transpose(0, 1)  # [g, n, _]
+        return [
+            (g @ self.values(weight, scale).unflatten(0, (x.shape[1], -1))).transpose(0, 1) if wanted[0] else None,
+            (g.mT @ met).flatten(0, 1) if wanted[1] else None,
+            None,
+        ]
 
     # Norm, rotation, rounding
 
     def rms_norm(self, x: Float[Tensor, "*n k"], weight: Tensor, eps: float) -> Float[Tensor, "*n k"]:
-        return self._through(self.inner.rms_norm, again(self.twin.rms_norm), x, weight, eps)
+        return self._smooth("rms_norm", x, weight, eps)
 
     def rotate(
         self,
@@ -84,7 +155,7 @@ class TrainingOps:
         sin: Float[Tensor, "n half"],
         inverse: bool = False,
     ) -> Float[Tensor, "n *h d"]:
-        return self._through(self.inner.rotate, again(self.twin.rotate), x, cos, sin, inverse)
+        return self._smooth("rotate", x, cos, sin, inverse)
 
     def quantise(self, x: Float[Tensor, "*n k"], form: BlockFormat) -> Float[Tensor, "*n k"]:
         return straight(x, self.inner.quantise(x.detach(), form))
@@ -103,11 +174,13 @@ class TrainingOps:
     def pool(
         self, kv: Float[Tensor, "a d"], gate: Float[Tensor, "a d"], rows: Int[Tensor, "groups ratio"]
     ) -> Float[Tensor, "groups d"]:
-        return self._through(self.inner.pool, again(self.twin.pool), kv, gate, rows)
+        return self._smooth("pool", kv, gate, rows)
 
     def index_scores(
         self, q: Float[Tensor, "n i c"], weights: Float[Tensor, "n i"], keys: Float[Tensor, "p c"]
     ) -> Float[Tensor, "n p"]:
+        if self.few_steps and not self.published:
+            return self.inner.index_scores(q, weights, keys)
         return self._through(self.inner.index_scores, again(self.twin.index_scores), q, weights, keys)
 
     def pick(self, scores: Float[Tensor, "n p"], visible: Int[Tensor, "n"], k: int) -> Int[Tensor, "n k"]:
@@ -149,10 +222,10 @@ class TrainingOps:
         self, streams: Float[Tensor, "n m dim"], fn: Tensor, base: Tensor, scale: Tensor, rounds: int, eps: float,
         norm_eps: float,
     ) -> tuple[Float[Tensor, "n m"], Float[Tensor, "n m"], Float[Tensor, "n m m"]]:  # fmt: skip
-        return self._through(self.inner.mix, again(self.twin.mix), streams, fn, base, scale, rounds, eps, norm_eps)
+        return self._smooth("mix", streams, fn, base, scale, rounds, eps, norm_eps)
 
     def collapse(self, streams: Float[Tensor, "n m dim"], pre: Float[Tensor, "n m"]) -> Float[Tensor, "n dim"]:
-        return self._through(self.inner.collapse, again(self.twin.collapse), streams, pre)
+        return self._smooth("collapse", streams, pre)
 
     def expand(
         self,
@@ -161,13 +234,15 @@ class TrainingOps:
         post: Float[Tensor, "n m"],
         comb: Float[Tensor, "n m m"],
     ) -> Float[Tensor, "n m dim"]:
-        return self._through(self.inner.expand, again(self.twin.expand), y, streams, post, comb)
+        return self._smooth("expand", y, streams, post, comb)
 
     # Experts
 
     def route(
         self, logits: Float[Tensor, "n e"], bias: Float[Tensor, "*n e"], k: int, scale: float, function: str
     ) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
+        if self.few_steps:
+            return self.inner.route(logits, bias.detach(), k, scale, function)
         with torch.no_grad():
             weights, chosen = self.inner.route(logits, bias, k, scale, function)
         weigh = partial(self.twin.weights_of, chosen=chosen, scale=scale, function=function)
@@ -176,10 +251,10 @@ class TrainingOps:
     def swiglu(
         self, gate: Float[Tensor, "n f"], up: Float[Tensor, "n f"], limit: float, routing: Tensor | None
     ) -> Float[Tensor, "n f"]:
-        return self._through(self.inner.swiglu, again(self.twin.swiglu), gate, up, limit, routing)
+        return self._smooth("swiglu", gate, up, limit, routing)
 
     def activate(self, x: Float[Tensor, "*n k"], function: Activation) -> Float[Tensor, "*n k"]:
-        return self._through(self.inner.activate, again(self.twin.activate), x, function)
+        return self._smooth("activate", x, function)
 
     def experts(
         self,
@@ -191,13 +266,32 @@ class TrainingOps:
         w3: tuple[Tensor, Scale],
         limit: float,
     ) -> Float[Tensor, "n dim"]:
-        gradients = partial(experts_gradients, self.twin)
+        if self.few_steps and not self.published:
+            return self.inner.experts(x, routing, chosen, w1, w2, w3, limit)
+        dense = self.few_steps and takes_all(w1[0].shape[0], chosen.shape[1])
+        gradients = self._all_experts_gradients if dense else partial(experts_gradients, self.twin)
         return self._through(self._experts, gradients, x, routing, chosen, *w1, *w2, *w3, limit)
 
     def _experts(self, x: Tensor, routing: Tensor, chosen: Tensor, *weights: Any) -> Tensor:
         *flat, limit = weights
-        stored = (as_stored(flat[i], flat[i + 1]) for i in (0, 2, 4))
+        stored = (self.stored(flat[i], flat[i + 1]) for i in (0, 2, 4))
         return self.inner.experts(x, routing, chosen, *stored, limit)
+
+    def _all_experts_gradients(
+        self, inputs: list[Any], wanted: Sequence[bool], results: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Of the routed experts, where all tokens go through all of them."""
+        x, routing, chosen, *weights, limit = inputs
+        rounds = straight_activation if self.published and weights[1] is not None else None
+        leaves = {0: _leaf(x), 1: _leaf(routing)}
+        leaves |= {place + 3: _leaf(self.values(weights[place], weights[place + 1])) for place in (0, 2, 4)}
+        with torch.enable_grad():
+            met = leaves[0] if rounds is None else rounds(leaves[0])
+            out = WIDE.all_experts(met, leaves[1], chosen, leaves[3], leaves[7], leaves[5], limit, rounds)
+        places = [place for place in leaves if wanted[place]]
+        grads = torch.autograd.grad(out, [leaves[place] for place in places], results[0].to(out.dtype))
+        found = dict(zip(places, grads, strict=True))
+        return [found.get(place) for place in range(len(inputs))]
 
     # Engram
 
@@ -220,8 +314,7 @@ class TrainingOps:
         open: Bool[Tensor, "n"],
         eps: float,
     ) -> Float[Tensor, "n m dim"]:
-        gradients = again(self.twin.engram_gate)
-        return self._through(self.inner.engram_gate, gradients, streams, keys, value, weight, open, eps)
+        return self._smooth("engram_gate", streams, keys, value, weight, open, eps)
 
 
 class Twin(ReferenceOps):
@@ -267,19 +360,9 @@ class Twin(ReferenceOps):
         return self.linear(self.swiglu(self.linear(x, *w1), self.linear(x, *w3), limit, routing), *w2)
 
 
-def with_stored(operation: Callable[..., Tensor], x: Tensor, weight: Tensor, scale: Scale) -> Tensor:
-    """A linear map of another set of operations, which takes no masters."""
-    return operation(x, *as_stored(weight, scale))
-
-
 def given(result: Tensor, *inputs: Any) -> Tensor:
     """What an operation gave that has been run already."""
     return result
-
-
-def as_stored(weight: Tensor, scale: Scale) -> tuple[Tensor, Tensor | None]:
-    """A weight as other sets of operations take it: a master as codes and scales."""
-    return scale.pack(weight.detach()) if isinstance(scale, WeightFormat) else (weight, scale)
 
 
 def expert_of(stacked: tuple[Tensor, Scale], expert: int) -> tuple[Tensor, Scale]:
@@ -293,6 +376,11 @@ def expert_of(stacked: tuple[Tensor, Scale], expert: int) -> tuple[Tensor, Scale
 def straight(x: Tensor, rounded: Tensor) -> Tensor:
     """The values of `rounded`, the gradient of `x`."""
     return _Straight.apply(x, rounded) if x.requires_grad and torch.is_grad_enabled() else rounded
+
+
+def straight_activation(x: Tensor) -> Tensor:
+    """x rounded as the activation of a quantised linear map, its gradient passed on."""
+    return straight(x, round_activation(x.detach()))
 
 
 class _Straight(torch.autograd.Function):
@@ -364,37 +452,40 @@ def attention_gradients(
     """Of softmax attention over rows: probabilities are made anew for some queries at a time, so that memory is what
     the inputs and their gradients take. With g the result's gradient, p the probabilities, s' the scores' gradient:
 
-        row += p g + s' q        s' = p (g . row - g . out), scaled        q' = sum of s' row        sink' = -p g . out
+        row += p g + s' q        s' = p (g . row - sum over rows of p g . row), scaled        q' = sum of s' row
+
+    The sink is one more score, of a row of zeros. Row -1 is a row of zeros as well, of probability 0.
     """
     q, near, near_rows, far, far_rows, sink, scale = inputs
-    tables = [wide(twin.read(near, WINDOW))]
+    tables, lists = [wide(twin.read(near, WINDOW))], [near_rows]
     if far is not None:
         tables.append(wide(twin.read(far, LATENT)))
-    lists = [near_rows] if far is None else [near_rows, far_rows]
-    found_q, found_sink = torch.zeros_like(wide(q)), torch.zeros_like(wide(sink))
-    found = [torch.zeros_like(table) for table in tables]
-    for first in range(0, q.shape[0], QUERIES):
-        some = slice(first, first + QUERIES)
-        rows = [one[some] for one in lists]
-        listed = torch.cat(rows, 1) >= 0
-        taken = [table[row.clamp_min(0)] for table, row in zip(tables, rows, strict=True)]
-        values = torch.cat(taken, 1).masked_fill(~listed.unsqueeze(-1), 0)  # [n, t, d]
-        queries, g = wide(q[some]), results[0][some].to(values.dtype)
-        scores = (queries @ values.mT * scale).masked_fill(~listed.unsqueeze(1), -torch.inf)  # [n, h, t]
+        lists.append(far_rows)
+    whole, index = one_table(tables, lists)
+    found, found_sink = torch.zeros_like(whole), torch.zeros_like(wide(sink))
+    by_query = [wide(q)[:0]]
+    some = rows_at_once(q.device, bytes_of_query(index.shape[1], q.shape[1], q.shape[2], whole.element_size()), QUERIES)
+    for first in range(0, q.shape[0], some):
+        rows, queries = index[first : first + some], wide(q[first : first + some])
+        values, g = whole[rows], results[0][first : first + some].to(whole.dtype)
+        nothing = rows < 0
+        scores = (queries @ values.mT).mul_(scale).masked_fill_(nothing.unsqueeze(1), -torch.inf)  # [n, h, t]
         sinks = sink.to(values.dtype).expand(queries.shape[:2]).unsqueeze(-1)
         p = torch.cat((scores, sinks), -1).softmax(-1)
-        p, p_sink = p[..., :-1], p[..., -1]
-        agreement = g @ values.mT  # [n, h, t]
-        mean = (p * agreement).sum(-1)  # [n, h]: g . out
-        slope = p * (agreement - mean.unsqueeze(-1)) * scale
-        found_sink -= (p_sink * mean).sum(0)
-        found_q[some] = slope @ values
-        by_row = (p.mT @ g + slope.mT @ queries).split([row.shape[1] for row in rows], 1)
-        for total, row, share in zip(found, rows, by_row, strict=True):
-            known = row >= 0
-            total.index_add_(0, row[known], share[known])
-    of_near, of_far = found[0], found[1] if far is not None else None
-    every = (found_q, of_near, None, of_far, None, found_sink, None)
+        agreement = F.pad(g @ values.mT, (0, 1))
+        slope = torch.ops.aten._softmax_backward_data(agreement, p, -1, p.dtype)
+        found_sink += slope[..., -1].sum(0)
+        p, slope = p[..., :-1], slope[..., :-1].mul(scale)
+        by_query.append(slope @ values)
+        by_row = (p.mT @ g).baddbmm_(slope.mT, queries)
+        if launch_bound(q.device):  # rows of nothing add zeros: not all to one row, which would be waited for
+            elsewhere: Tensor | int = torch.arange(rows.numel(), device=rows.device).view_as(rows) % len(whole)
+        else:
+            elsewhere = len(whole) - 1
+        rows = torch.where(nothing, elsewhere, rows)
+        found.index_add_(0, rows.flatten(), by_row.flatten(0, 1))
+    of_near, of_far = found[: len(near)], None if far is None else found[len(near) : len(whole) - 1]
+    every = (torch.cat(by_query), of_near, None, of_far, None, found_sink, None)
     return [one if want else None for one, want in zip(every, wanted, strict=True)]
 
 
@@ -402,12 +493,16 @@ def full_attention_gradients(
     inputs: list[Any], wanted: Sequence[bool], results: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Of attention within groups: some queries of a group at a time."""
+    q, lengths = inputs[0], inputs[3]
+    some_queries = rows_at_once(
+        q.device, 6 * q.shape[1] * max(lengths, default=1) * wide(q[:0]).element_size(), QUERIES
+    )
     *rows, lengths, scale = inputs
     found = [torch.zeros_like(wide(x)) for x in rows]
     first = 0
     for length in lengths:
-        for start in range(first, first + length, QUERIES):
-            some, whole = slice(start, min(start + QUERIES, first + length)), slice(first, first + length)
+        for start in range(first, first + length, some_queries):
+            some, whole = slice(start, min(start + some_queries, first + length)), slice(first, first + length)
             q, k, v = _leaf(rows[0][some]), _leaf(rows[1][whole]), _leaf(rows[2][whole])
             with torch.enable_grad():
                 p = (torch.einsum("qhd,khd->hqk", q, k) * scale).softmax(-1)
@@ -427,8 +522,7 @@ def experts_gradients(
     w1, w2, w3 = ((weights[i], weights[i + 1]) for i in (0, 2, 4))
     found = [torch.zeros_like(wide(one)) if want else None
              for one, want in zip(inputs, wanted, strict=True)]  # fmt: skip
-    for expert in chosen.unique().tolist():
-        token, place = (chosen == expert).nonzero(as_tuple=True)
+    for expert, token, place in by_expert(chosen, len(w1[0])):
         inner, weight = _leaf(x[token]), _leaf(routing[token, place].unsqueeze(1))
         gate, down, up = (expert_of(one, expert) for one in (w1, w2, w3))
         with torch.enable_grad():
@@ -452,6 +546,6 @@ def table_gradients(inputs: list[Any], wanted: Sequence[bool], results: Sequence
     """Of a look-up: a sparse tensor that holds the rows looked up, and no others."""
     table, _, rows = inputs
     values = results[0].flatten(0, -2).to(table.dtype)
-    with torch.sparse.check_sparse_tensor_invariants(True):  # older versions of torch warn where nothing is chosen
-        found = torch.sparse_coo_tensor(rows.flatten().unsqueeze(0), values, table.shape)
+    # Not checked: rows were looked up, so they exist; and a check would ask the device.
+    found = torch.sparse_coo_tensor(rows.flatten().unsqueeze(0), values, table.shape, check_invariants=False)
     return [found, None, None]

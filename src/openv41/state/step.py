@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -48,6 +49,11 @@ class Groups:
     token: Int[Tensor, "g"]
     """Row of the step whose token completes the group."""
 
+    @cached_property
+    def first(self) -> Int[Tensor, "g"]:
+        """The position of each group's first token: one tensor, by which angles are found again."""
+        return self.index * self.position.shape[1]
+
 
 @dataclass(frozen=True)
 class Reach:
@@ -70,7 +76,8 @@ class Step:
     Fields (int64): ids [n]; slot [n]; position [n]; start [n], the position at which the token's run starts; the runs;
     `wanted` [j], rows whose logits are asked for; `image` [n], true where the token is part of an image; `floor` [n],
     the first position whose window row the token may see (0 but in a halo, see `latest`). `replay`: the tokens have
-    been run before, and their latents and index keys stand; only rings are to be written again. `features` [i, dim]:
+    been run before, and their latents and index keys stand; only rings are to be written again. `ahead`: the tensors
+    are those of a `Standing`, whose positions may move on by so many while the runs stay. `features` [i, dim]:
     the rows that stand for the image tokens, in their order, as `Transformer.see` makes them; None: their ids' own.
     Make one with `Step.pack` (or `Cache.step`, which knows the positions).
     """
@@ -85,6 +92,7 @@ class Step:
     floor: Int[Tensor, "n"]
     replay: bool = False
     features: Float[Tensor, "i dim"] | None = None
+    ahead: int = 0
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -110,7 +118,7 @@ class Step:
         ids: list[Tensor] = []
         first = 0
         for slot, start, part in parts:
-            piece = torch.as_tensor(part, dtype=torch.int64, device=device)
+            piece = torch.as_tensor(part, dtype=torch.int64)
             if piece.dim() != 1 or piece.numel() == 0:
                 raise InputError(f"a part of a step is a row of at least one token, got shape {tuple(piece.shape)}")
             if start < 0:
@@ -124,24 +132,28 @@ class Step:
             raise InputError("a step needs at least one part")
         if features is not None and (marked := 0 if image is None else int(image.sum())) != len(features):
             raise InputError(f"{marked} tokens are marked as image and {len(features)} rows of features are given")
-        lengths = torch.tensor([run.length for run in runs], device=device)
-        firsts = torch.tensor([run.first for run in runs], device=device).repeat_interleave(lengths)
-        start_of = torch.tensor([run.start for run in runs], device=device).repeat_interleave(lengths)
+        # Worked out on the host, and brought to the device at once: each way there takes as long as the next.
+        lengths = [run.length for run in runs]
+        start_of, slot_of = (np.repeat([getattr(run, name) for run in runs], lengths) for name in ("start", "slot"))
+        position_of = np.concatenate([np.arange(run.start, run.end) for run in runs])
+        slots, starts, positions = on_device((slot_of, start_of, position_of), device)
+        if len({piece.device for piece in ids}) > 1:
+            ids = [piece.to(device) for piece in ids]
         rows = torch.arange(first, device=device)
         asked = {
-            "last": torch.tensor([r.first + r.length - 1 for r in runs if r.stop == r.end], dtype=torch.int64),
-            "all": rows,
-            "none": rows[:0],
-        }[wanted]
+            "last": lambda: on_device(([r.first + r.length - 1 for r in runs if r.stop == r.end],), device)[0],
+            "all": lambda: rows,
+            "none": lambda: rows[:0],
+        }[wanted]()
         return cls(
-            ids=torch.cat(ids),
-            slot=torch.tensor([run.slot for run in runs], device=device).repeat_interleave(lengths),
-            position=rows - firsts + start_of,
-            start=start_of,
+            ids=torch.cat(ids).to(device),
+            slot=slots,
+            position=positions,
+            start=starts,
             runs=tuple(runs),
-            wanted=asked.to(device),
+            wanted=asked,
             image=torch.zeros(first, dtype=torch.bool, device=device) if image is None else image,
-            floor=start_of if replay else torch.zeros_like(start_of),  # a replay's rings are empty
+            floor=starts if replay else torch.zeros_like(starts),  # a replay's rings are empty
             replay=replay,
             features=features,
         )
@@ -208,22 +220,13 @@ class Step:
         return self.remember(("reach", back), lambda: self._reach(back))
 
     def _reach(self, back: int) -> Reach:
-        before = [min(run.start, back) for run in self.runs]
-        slots: list[int] = []
-        positions: list[int] = []
-        old: list[int] = []
-        own: list[int] = []
-        total = sum(before)
-        held = 0
-        for run, count in zip(self.runs, before, strict=True):
-            slots += [run.slot] * count
-            positions += range(run.start - count, run.start)
-            old += [held - (run.start - count)] * run.length
-            own += [total + run.first - run.start] * run.length
-            held += count
-
-        numbers = (slots, positions, old, own)
-        return Reach(*(torch.tensor(some, dtype=torch.int64, device=self.device) for some in numbers))
+        before = np.array([min(run.start, back) for run in self.runs])
+        start, first, slot, length = np.array([(r.start, r.first, r.slot, r.length) for r in self.runs]).T
+        held = before.cumsum() - before  # rows of history before each run's own
+        history = np.arange(before.sum()) + np.repeat(start - before - held, before)
+        own = np.repeat(before.sum() + first - start, length)
+        old = np.repeat(held - (start - before), length)
+        return Reach(*on_device((np.repeat(slot, before), history, old, own), self.device))
 
     def window(self, width: int) -> Int[Tensor, "n w"]:
         """The positions that each token sees, oldest first: itself and up to `width - 1` before; -1 fills up behind."""
@@ -247,11 +250,30 @@ class Step:
         return self.remember(("groups", ratio), lambda: self._groups(ratio))
 
     def _groups(self, ratio: int) -> Groups:
-        token = ((self.position + 1) % ratio == 0).nonzero().squeeze(1)
-        last = self.position[token].unsqueeze(1)
-        member = last - ratio + 1 + torch.arange(ratio, device=self.device)
-        return Groups(self.slot[token], (last // ratio).squeeze(1), member, token)
+        if self.ahead:
+            return self._groups_of_all(ratio)
+        start, end, first, slot = np.array([(r.start, r.end, r.first, r.slot) for r in self.runs]).T
+        count = end // ratio - start // ratio
+        before = count.cumsum() - count  # groups of the runs before
+        index = np.arange(count.sum()) + np.repeat(start // ratio - before, count)
+        token = (index + 1) * ratio - 1 + np.repeat(first - start, count)
+        slots, indices, tokens = on_device((np.repeat(slot, count), index, token), self.device)
+        member = (indices * ratio).unsqueeze(1) + torch.arange(ratio, device=self.device)
+        return Groups(slots, indices, member, tokens)
+
+    def _groups_of_all(self, ratio: int) -> Groups:
+        """Every token's group, complete or not: see `Standing`."""
+        index = self.position // ratio
+        member = (index * ratio).unsqueeze(1) + torch.arange(ratio, device=self.device)
+        return Groups(self.slot, index, member, torch.arange(len(self), device=self.device))
 
     def visible(self, ratio: int) -> Int[Tensor, "n"]:
         """Compressed positions that each token sees: position j is visible once its whole group is."""
         return self.remember(("visible", ratio), lambda: (self.position + 1) // ratio)
+
+
+def on_device(rows: Sequence[Any], device: str | torch.device) -> list[Int[Tensor, "some"]]:
+    """Rows of whole numbers as tensors on a device, brought there together."""
+    arrays = [np.asarray(row, dtype=np.int64) for row in rows]
+    whole = torch.from_numpy(np.concatenate(arrays)).to(device)
+    return list(whole.split([len(array) for array in arrays]))

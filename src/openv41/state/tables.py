@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from openv41.errors import CacheFull
-from openv41.state.step import Groups, Reach, Step
+from openv41.state.step import Groups, Step, on_device
 
 
 class Ring:
@@ -35,7 +36,7 @@ class Ring:
             self.write(step, own)
             return self.table.flatten(0, 1), lambda positions: self._rows(step, positions)
         history, rows = self.before(step, back)
-        joined = torch.cat((history, own))
+        joined = torch.cat((history, own)) if len(history) or history.dtype != own.dtype else own
         self.write(step, own)
         return joined, rows
 
@@ -43,8 +44,8 @@ class Ring:
         """The rows of the `back` positions before each run; and the function from positions to rows of a joined table,
         these rows with the step's own behind them. Nothing is taken in."""
         reach = step.reach(back)
-        history = self.table[reach.slot, reach.position % self.size]
-        return history, lambda positions: _joined_rows(step, reach, positions)
+        history = self.table[reach.slot, reach.position % self.size] if len(reach.slot) else self.table[:0, 0]
+        return history, lambda positions: _joined_rows(step, back, positions)
 
     def _rows(self, step: Step, positions: Tensor) -> Tensor:
         rows = step.slot.unsqueeze(1) * self.size + positions % self.size
@@ -52,13 +53,20 @@ class Ring:
 
     def write(self, step: Step, own: Tensor) -> None:
         """Take in the step's rows [n, width], of a long run the last that there is room for."""
-        kept = step.remember(("kept", self.size), lambda: self._last_of_each_run(step))
-        self.table[step.slot[kept], step.position[kept] % self.size] = own[kept].detach().to(self.table.dtype)
+        kept, rows = step.remember(("kept", self.size), lambda: self._last_of_each_run(step))
+        self.table.flatten(0, 1)[rows] = own.detach()[kept].to(self.table.dtype)
 
-    def _last_of_each_run(self, step: Step) -> Int[Tensor, "kept"]:
+    def _last_of_each_run(self, step: Step) -> tuple[Int[Tensor, "kept"], Int[Tensor, "kept"]]:
+        """Rows of the step, and where they go in the table of all slots."""
+        if step.ahead:
+            kept = torch.arange(len(step), device=step.device)
+            return kept, step.slot * self.size + step.position % self.size
         ends = [run.first + run.length for run in step.runs]
         firsts = [max(run.first, end - self.size) for run, end in zip(step.runs, ends, strict=True)]
-        return torch.cat([torch.arange(*span) for span in zip(firsts, ends, strict=True)]).to(step.device)
+        (kept,) = on_device(
+            (np.concatenate([np.arange(*span) for span in zip(firsts, ends, strict=True)]),), step.device
+        )
+        return kept, step.slot[kept] * self.size + step.position[kept] % self.size
 
     def put(self, slot: int, length: int, rows: Tensor) -> None:
         """The latest rows of a slot that stands at `length`, oldest first."""
@@ -70,9 +78,16 @@ class Ring:
         return self.table[slot, torch.tensor(list(positions), dtype=torch.int64) % self.size]
 
 
-def _joined_rows(step: Step, reach: Reach, positions: Int[Tensor, "n w"]) -> Int[Tensor, "n w"]:
+def _joined_rows(step: Step, back: int, positions: Int[Tensor, "n w"]) -> Int[Tensor, "n w"]:
+    """All layers ask for the same window's rows: those are worked out once a step."""
+    held = step.remember(("joined", back), dict)
+    if "window" in held and held["window"][0] is positions:
+        return held["window"][1]
+    reach = step.reach(back)
     base = torch.where(positions >= step.start.unsqueeze(1), reach.own.unsqueeze(1), reach.old.unsqueeze(1))
-    return (base + positions).masked_fill(positions < 0, -1)
+    rows = (base + positions).masked_fill(positions < 0, -1)
+    held["window"] = positions, rows  # the positions stay alive with it, so they are told by their identity
+    return rows
 
 
 class Pages:
@@ -100,13 +115,13 @@ class Pages:
                 "close a slot, or make the cache with more tokens"
             )
         copies = []
-        for slot, _, end in wanted:
+        for slot, _, _ in wanted:
             for place in shared[slot]:
                 page = self.held[slot][place]
                 if self.users[page] > 1:  # two slots of one step may have shared it: the last one keeps it
                     self.users[page] -= 1
                     copies.append((page, self._take(slot, place)))
-            self._add(slot, self._missing(slot, end))
+        self._add([(slot, self._missing(slot, end)) for slot, _, end in wanted])
         return copies
 
     def _missing(self, slot: int, length: int) -> int:
@@ -123,15 +138,17 @@ class Pages:
         self.numbers[slot, place] = page
         return page
 
-    def _add(self, slot: int, count: int) -> None:
-        """Free pages behind those that the slot holds; its table is written once, not page by page."""
-        if count:
-            pages = [self.free.pop() for _ in range(count)]
-            for page in pages:
-                self.users[page] = 1
-            held = len(self.held[slot])
-            self.held[slot] += pages
-            self.numbers[slot, held : held + count] = torch.tensor(pages, device=self.numbers.device)
+    def _add(self, counts: Sequence[tuple[int, int]]) -> None:
+        """Free pages behind those that slots hold, (slot, count) each; the table is written once, not page by page."""
+        taken = [(slot, len(self.held[slot]) + place) for slot, count in counts for place in range(count)]
+        if not taken:
+            return
+        pages = [self.free.pop() for _ in taken]
+        for (slot, _), page in zip(taken, pages, strict=True):
+            self.users[page] = 1
+            self.held[slot].append(page)
+        slots, places, numbers = on_device((*zip(*taken, strict=True), pages), self.numbers.device)
+        self.numbers[slots, places] = numbers
 
     def share(self, slot: int, twin: int, count: int | None = None) -> None:
         """Let `twin`, which holds nothing, hold the first `count` pages of `slot` as well, or all of them."""
@@ -153,9 +170,7 @@ class Pages:
 class Paged:
     """A table of compressed positions, one per `ratio` tokens, in the pages that the slots hold."""
 
-    def __init__(
-        self, pages: Pages, ratio: int, width: int, dtype: torch.dtype, device: str | torch.device
-    ) -> None:
+    def __init__(self, pages: Pages, ratio: int, width: int, dtype: torch.dtype, device: str | torch.device) -> None:
         self.pages, self.ratio = pages, ratio
         self.per_page = pages.tokens // ratio
         self.table = torch.zeros(pages.count * self.per_page, width, dtype=dtype, device=device)

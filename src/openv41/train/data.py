@@ -8,11 +8,12 @@ own, which sees nothing of its beginning. The order is a permutation of the piec
 seed, so a place in the data is three numbers.
 
 A `.bin` file is token ids as little-endian numbers of 16 bits (of 32, in a vocabulary of more than 65,536), a document
-from each begin id to the next: see `write_tokens`.
+from each begin id to the next; a `.bin.xz` file is one packed by xz. See `write_tokens`.
 """
 
 import glob
 import json
+import lzma
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -86,6 +87,13 @@ def _fraction(document: np.ndarray) -> float:
 
 # Files
 
+XZ = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 64 << 20, "lc": 3, "lp": 1, "pb": 1}]
+"""How token files are packed: numbers of two bytes, looked for over the last 64 MiB."""
+MOST_UNPACKED = 1 << 30
+"""Bytes that a packed token file may have inside."""
+MOST_MEMORY = 256 << 20
+"""Bytes of memory that unpacking one may take beside what is inside."""
+
 
 def read_files(patterns: Sequence[str], tokenizer: Tokenizer, vocab_size: int, text_key: str = "text") -> Corpus:
     """The documents of all files that the patterns name, in the order of the patterns and of the names within one.
@@ -100,8 +108,9 @@ def read_files(patterns: Sequence[str], tokenizer: Tokenizer, vocab_size: int, t
 
 
 def write_tokens(path: str | Path, documents: Iterable[Sequence[int]], vocab_size: int) -> None:
-    """A `.bin` file of documents, each of which must begin with the begin id and hold it nowhere else."""
-    with Path(path).open("wb") as file:
+    """A `.bin` or `.bin.xz` file of documents, each of which must begin with the begin id and hold it nowhere else."""
+    path = Path(path)
+    with lzma.open(path, "wb", filters=XZ) if path.suffix == ".xz" else path.open("wb") as file:
         for document in documents:
             file.write(np.asarray(document, dtype=_width(vocab_size)).tobytes())
 
@@ -121,7 +130,7 @@ def _width(vocab_size: int) -> str:
 
 
 def _read(path: Path, tokenizer: Tokenizer, vocab_size: int, text_key: str) -> Corpus:
-    if path.suffix == ".bin":
+    if path.name.endswith((".bin", ".bin.xz")):
         return _read_tokens(path, tokenizer.special.bos, vocab_size)
     try:
         text = path.read_text(encoding="utf-8")
@@ -146,13 +155,14 @@ def _json_lines(path: Path, text: str, key: str) -> Iterator[str]:
 
 
 def _read_tokens(path: Path, bos: int, vocab_size: int) -> Corpus:
-    """The file stays where it is, mapped."""
+    """A plain file stays where it is, mapped; a packed one is unpacked to memory."""
     kind = np.dtype(_width(vocab_size))
-    if not (size := path.stat().st_size) or size % kind.itemsize:
+    unpacked = _unpack(path) if path.suffix == ".xz" else None
+    if not (size := path.stat().st_size if unpacked is None else len(unpacked)) or size % kind.itemsize:
         raise InputError(
             f"{path} has {size} bytes: token ids of this vocabulary have {kind.itemsize} each, at least one"
         )
-    ids = np.memmap(path, kind, "r")
+    ids = np.memmap(path, kind, "r") if unpacked is None else np.frombuffer(unpacked, kind)
     if (largest := int(ids.max())) >= vocab_size:
         raise InputError(
             f"{path} holds the id {largest}: the vocabulary has {vocab_size}, take the files of its tokenizer"
@@ -161,6 +171,19 @@ def _read_tokens(path: Path, bos: int, vocab_size: int) -> Corpus:
     if not len(first) or first[0]:
         raise InputError(f"{path} must begin with the begin id {bos}, got {int(ids[0])}: write it with write_tokens")
     return Corpus(ids, first, np.append(first[1:], len(ids)))
+
+
+def _unpack(path: Path) -> bytes:
+    """What is in an xz file, which is believed to be no larger than `MOST_UNPACKED`, and not beyond."""
+    reader = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=MOST_MEMORY)
+    try:
+        data = reader.decompress(path.read_bytes(), MOST_UNPACKED + 1)
+    except lzma.LZMAError as error:
+        raise InputError(f"{path} is no xz file that can be read: {error}; write it with write_tokens") from None
+    if len(data) > MOST_UNPACKED or not reader.eof:
+        what = "is cut off" if len(data) <= MOST_UNPACKED else f"holds more than {MOST_UNPACKED} bytes"
+        raise InputError(f"{path} {what}: write it anew, or in several files")
+    return data
 
 
 # Packs
@@ -175,7 +198,7 @@ class Pack:
     def step(self, device: str | torch.device = "cpu") -> Step:
         """All inputs, a slot each, every token wanting logits."""
         parts = [(slot, 0, torch.from_numpy(ids[:-1].astype(np.int64))) for slot, ids in enumerate(self.sequences)]
-        return Step.pack(((slot, start, ids.to(device)) for slot, start, ids in parts), "all", device=device)
+        return Step.pack(parts, "all", device=device)  # brought to the device together
 
     def targets(self, device: str | torch.device = "cpu") -> Tensor:
         """[n] the id behind each input."""

@@ -6,10 +6,12 @@
              confidence -> how likely the likeliest token is the text's: binary cross-entropy
 
 Generation runs the same module (`Draft.begin`); here many blocks of all sequences run side by side, as rows of one
-table. Embedding and head are the model's own, and so is what the taps say: gradients are asked for the draft's
-parameters alone.
+table. Embedding and head are the model's own, and so is what the taps say: the loss has no gradient for them, it
+reaches the draft's parameters alone.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +23,9 @@ from torch.nn import functional as F
 from openv41.model.draft import Draft
 from openv41.model.transformer import Output
 from openv41.train.data import Pack
+
+NOT_ASKED = -100
+"""Stands for the text's token where the sequence has none: such places are left out, on the device."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +53,16 @@ class Blocks:
     row: Int[Tensor, "b"]
 
 
-def draw_blocks(pack: Pack, places: int, most: int, generator: torch.Generator) -> Blocks | None:
-    """At most `most` blocks, each beginning at another token that has one before it and one behind it; None where no
-    token has. Which ones, `generator` draws."""
+def draw_blocks(pack: Pack, places: int, most: int, generator: torch.Generator) -> Blocks:
+    """At most `most` blocks, each beginning at another token that has one before it and one behind it. Which ones,
+    `generator` draws. Where no token has, one block at the beginning of which nothing is known: its loss is 0."""
     lengths = np.array([len(ids) for ids in pack.sequences])
     starts = lengths.cumsum() - lengths
     may = np.concatenate([np.arange(length - 2) + start + 1 for start, length in zip(starts, lengths, strict=True)])
     if not len(may):
-        return None
+        text = torch.full((1, places + 1), int(pack.sequences[0][0]))
+        nowhere = torch.zeros(1, dtype=torch.int64)
+        return Blocks(text, torch.zeros(1, places, dtype=torch.bool), nowhere, nowhere)
     drawn = np.sort(may[torch.randperm(len(may), generator=generator)[:most].numpy()])
     sequence = np.searchsorted(starts, drawn, side="right") - 1
     at = drawn[:, None] + np.arange(places + 1)
@@ -69,17 +76,36 @@ def draw_blocks(pack: Pack, places: int, most: int, generator: torch.Generator) 
 
 def draft_loss(draft: Draft, output: Output, blocks: Blocks) -> DraftLoss:
     """The loss of these blocks. `output` is the model's, of the whole step (`prefill="full"`)."""
+    with unmoved(draft):
+        return _draft_loss(draft, output, blocks)
+
+
+@contextmanager
+def unmoved(draft: Draft) -> Iterator[None]:
+    """While it lasts, the embedding and the head that the draft shares with the model take no gradient."""
+    weights = [part.weight for part in draft.shared]
+    wanted = [weight.requires_grad for weight in weights]
+    for weight in weights:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight, want in zip(weights, wanted, strict=True):
+            weight.requires_grad_(want)
+
+
+def _draft_loss(draft: Draft, output: Output, blocks: Blocks) -> DraftLoss:
     assert output.taps is not None and output.tapped is not None
     device, places, window = output.taps.device, blocks.known.shape[1], draft.config.window_size
     text, known, first, row = (x.to(device) for x in (blocks.text, blocks.known, blocks.first, blocks.row))
     histories = draft.vectors(output.taps.detach(), output.tapped.position)
-    begin, count = first.unsqueeze(1), len(output.tapped)
+    begin, tapped = first.unsqueeze(1), len(output.tapped)
 
     ids = torch.full_like(text[:, :-1], draft.config.dspark_noise_token_id)
     ids[:, 0] = text[:, 0]
     before = (begin - window).clamp_min(0) + torch.arange(window, device=device)
     seen = (before + row.unsqueeze(1)).masked_fill(before >= begin, -1)  # oldest first, as `Step.around` has them
-    own = count + torch.arange(ids.numel(), device=device).view_as(ids)
+    own = tapped + torch.arange(ids.numel(), device=device).view_as(ids)
     rows = torch.cat((seen, own), 1).repeat_interleave(places, 0)  # every token of a block sees all of it
     position = begin + torch.arange(places, device=device)
     hidden = draft(ids.flatten(), position.flatten(), histories, rows)  # [b * places, dim]
@@ -91,8 +117,9 @@ def draft_loss(draft: Draft, output: Output, blocks: Blocks) -> DraftLoss:
     sure = stage.confidence_head(hidden, embedding).float()
     target, asked = text[:, 1:].flatten(), known.flatten()
     right = logits.detach().argmax(1) == target
+    count = asked.sum().clamp_min(1)
     return DraftLoss(
-        F.cross_entropy(logits[asked], target[asked]),
-        F.binary_cross_entropy_with_logits(sure[asked], right[asked].float()),
+        F.cross_entropy(logits, target.masked_fill(~asked, NOT_ASKED), ignore_index=NOT_ASKED, reduction="sum") / count,
+        F.binary_cross_entropy_with_logits(sure, right.float(), asked.float(), reduction="sum") / count,
         float((right.view_as(known) & known).cumprod(1).sum(1).float().mean()),
     )

@@ -14,12 +14,16 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from openv41.model.transformer import Output, Transformer
+from openv41.ops import rows_at_once
+from openv41.ops.training import TrainingOps
 from openv41.state import Step
 
 
 def run_headless(model: Transformer, step: Step, recompute: bool = False) -> tuple[Float[Tensor, "j dim"], Output]:
     """The model's own forward, whole, with a fresh cache: what the head would have read [j, dim], and the output, whose
-    logits have no rows. `recompute`: the model's `checkpoint`."""
+    logits have no rows. `recompute`: the model's `checkpoint`. Masters are packed anew for it."""
+    if isinstance(model.ops, TrainingOps):
+        model.ops.forget()
     with _without_head(model.head) as kept:
         output = model(step, prefill="full", checkpoint=recompute)
     return kept[0], output
@@ -28,11 +32,18 @@ def run_headless(model: Transformer, step: Step, recompute: bool = False) -> tup
 def language_loss(
     head: nn.Module, hidden: Float[Tensor, "n dim"], targets: Int[Tensor, "n"], rows: int
 ) -> Float[Tensor, ""]:
-    """Mean cross-entropy in nats, in float32, `rows` rows at a time."""
+    """Mean cross-entropy in nats, in float32, `rows` rows at a time; on a GPU as many as a piece holds, if that is
+    more."""
+    rows = max(rows, rows_at_once(hidden.device, 16 * _width(head), rows))
     total = hidden.new_zeros((), dtype=torch.float32)
     for some, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
         total = total + checkpoint(_cross_entropy, head, some, wanted, use_reentrant=False)
     return total / len(targets)
+
+
+def _width(head: nn.Module) -> int:
+    """How many logits a row has."""
+    return head.get_parameter("weight").shape[0]
 
 
 def _cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:

@@ -7,18 +7,26 @@
     balance     the routers' selection biases: moved by `Routing.move_bias`, by no gradient     -
 
 PyTorch's own optimizers throughout. A parameter without a gradient is left as it is: no decay, no momentum.
+
+Of several processes each moves its own rows (see `openv41.train.parallel`), and replicas as all do. Muon needs whole
+matrices, so a matrix is put together for it: it moves as it would in one process. Experts are whole as they are.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from openv41.train.held import Held, own_state, parts_of, whole_state
+from openv41.train.muon import Muon
+from openv41.train.parallel import Alone, Processes
 from openv41.train.settings import OptimizerSettings
 
 GROUPS = ("matrices", "embeddings", "vectors", "tables", "balance")
+REPLICAS = ("tables", "balance")
+"""Groups that every process has whole."""
 
 
 def group_of(name: str, parameter: Tensor) -> str:
@@ -41,43 +49,44 @@ def groups_of(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
     return groups
 
 
-def rate_at(step: int, steps: int, warmup: int, final: float) -> float:
-    """The learning rate of step 0, 1, ... `steps` - 1 as a share of the highest: a line up, then a cosine down to
-    `final` at the last step."""
+def rate_at(step: int, steps: int, warmup: int, final: float, cooldown: float = 1.0) -> float:
+    """The learning rate of step 0, 1, ... `steps` - 1 as a share of the highest: a line up, then the highest,
+    then, in the last share `cooldown` of the steps, a cosine down to `final` at the last one."""
     if step < warmup:
         return (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - 1 - warmup)
-    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    begin = max(warmup, steps - round(cooldown * steps))
+    done = (step - begin) / max(1, steps - 1 - begin)
+    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, done))))
 
 
 class Optimizers:
     """The optimizers of a model together. Selection biases want no gradient afterwards."""
 
-    def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
+    def __init__(self, model: nn.Module, settings: OptimizerSettings, processes: Processes | None = None) -> None:
         s = settings
-        self.settings, self.groups = settings, groups_of(model)
+        self.settings, self.groups, self.processes = settings, groups_of(model), processes or Alone()
         for bias in self.groups["balance"].values():
             bias.requires_grad_(False)
-        self.stacks = Stacks(p for p in self.groups["matrices"].values() if p.dim() > 2)
-        flat = [p for p in self.groups["matrices"].values() if p.dim() == 2]
+        for table in self.groups["tables"].values():
+            if table.requires_grad:
+                table.register_hook(Tensor.coalesce)  # of each pack alone, so that packs add up alike in any process
+        groups = {
+            name: [Held(p, self.processes, name == "matrices" and p.dim() > 2) for p in group.values()]
+            for name, group in self.groups.items()
+        }
+        matrices = sorted(groups["matrices"], key=lambda one: one.stacked)  # stable: those that are no stack come first
+        self.held = {"muon": matrices, "adamw": groups["embeddings"] + groups["vectors"], "tables": groups["tables"]}
         betas = (s.beta1, s.beta2)
         dense = [
-            {"params": list(self.groups["embeddings"].values()), "weight_decay": s.weight_decay},
-            {"params": list(self.groups["vectors"].values()), "weight_decay": 0.0},
+            {"params": parts_of(groups["embeddings"]), "weight_decay": s.weight_decay},
+            {"params": parts_of(groups["vectors"]), "weight_decay": 0.0},
         ]
         self.parts: dict[str, torch.optim.Optimizer] = {
-            "muon": torch.optim.Muon(
-                [*flat, *self.stacks.matrices],
-                s.rate,
-                s.weight_decay,
-                s.momentum,
-                adjust_lr_fn="match_rms_adamw",
-            ),
+            "muon": Muon(parts_of(matrices), s.rate, s.weight_decay, s.momentum, adjust_lr_fn="match_rms_adamw"),
             "adamw": torch.optim.AdamW(dense, s.rate, betas),
         }
-        if self.groups["tables"]:
-            tables = list(self.groups["tables"].values())
-            self.parts["tables"] = torch.optim.SparseAdam(tables, s.rate * s.table_factor, betas)
+        if groups["tables"]:
+            self.parts["tables"] = torch.optim.SparseAdam(parts_of(groups["tables"]), s.rate * s.table_factor, betas)
 
     def set_rate(self, share: float) -> None:
         """Every rate as a share of its highest."""
@@ -93,26 +102,43 @@ class Optimizers:
 
     def norm(self) -> Tensor:
         """The norm of all gradients together, as a tensor of one number. Rows looked up twice are added up before."""
-        squares = []
+        values, counted = [], []
         for _, parameter in self.trained():
             gradient = parameter.grad
             assert gradient is not None
             if gradient.is_sparse:
-                parameter.grad = gradient = gradient.coalesce()
+                parameter.grad = gradient = self.processes.mean_rows(gradient)
                 gradient = gradient.values()
-            squares.append(gradient.float().square().sum())
-        return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+            values.append(self.processes.own(gradient).float())
+            counted.append(self.processes.counts(parameter))
+        if not values:
+            return torch.zeros(())
+        # Squares in float64, so that it does not matter how many processes add them up.
+        squares = torch.stack(torch._foreach_norm(values, 2, torch.float64)).square()
+        squares = torch.stack(
+            [one if counts else torch.zeros_like(one) for one, counts in zip(squares, counted, strict=True)]
+        )
+        return self.processes.add(squares).sum().sqrt().float()
 
     def clip(self, norm: Tensor) -> None:
         """Scale all gradients down to the greatest norm that the settings allow."""
+        gradients = [
+            self.processes.own(parameter.grad) for _, parameter in self.trained() if parameter.grad is not None
+        ]
         factor = (self.settings.clip / (norm + 1e-12)).clamp_max(1.0)
-        for _, parameter in self.trained():
-            assert parameter.grad is not None
-            parameter.grad.mul_(factor.to(parameter.grad.device))
+        for gradient in (one for one in gradients if one.is_sparse):
+            gradient.mul_(factor.to(gradient.device))
+        if dense := [gradient for gradient in gradients if not gradient.is_sparse]:
+            torch._foreach_mul_(dense, factor.to(dense[0].device))
 
     def step(self) -> None:
         """Move everything that has a gradient, and forget the gradients."""
-        self.stacks.hand_out()
+        for held in (held for group in self.held.values() for held in group):
+            held.hand_out()
+        muon = self.parts["muon"]
+        assert isinstance(muon, Muon)
+        for held in self.held["muon"]:
+            held.move_whole(muon)
         for name, part in self.parts.items():
             if name != "tables" or any(p.grad is not None for p in self.groups["tables"].values()):
                 part.step()
@@ -122,30 +148,15 @@ class Optimizers:
         for group in self.groups.values():
             for parameter in group.values():
                 parameter.grad = None
-        for matrix in self.stacks.matrices:
-            matrix.grad = None
+        for held in (held for group in self.held.values() for held in group):
+            for part in held.parts:
+                part.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in self.parts.items()}
+        """What the optimizers remember, of whole parameters: the same whatever the number of processes. All must ask;
+        the first one gets it."""
+        return {name: whole_state(part.state_dict(), self.held[name]) for name, part in self.parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, part in self.parts.items():
-            part.load_state_dict(state[name])
-
-
-class Stacks:
-    """Stacked experts [e, outputs, inputs] as matrices of their own, for an optimizer that knows matrices only.
-
-    The matrices are views: what is done to them is done to the stack.
-    """
-
-    def __init__(self, stacks: Iterable[nn.Parameter]) -> None:
-        self.stacks = list(stacks)
-        self.matrices = [nn.Parameter(matrix) for stack in self.stacks for matrix in stack.data.unbind(0)]
-
-    def hand_out(self) -> None:
-        """Give each matrix its part of the stack's gradient."""
-        matrices = iter(self.matrices)
-        for stack in self.stacks:
-            for place in range(len(stack)):
-                next(matrices).grad = None if stack.grad is None else stack.grad[place]
+            part.load_state_dict(own_state(state[name], self.held[name]))

@@ -8,7 +8,8 @@ from openv41.errors import InputError
 
 
 def draw_curve(lines: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Write curve.png and curve.svg: the language loss of every step, its running mean, and the validations.
+    """Write curve.png and curve.svg: the language loss of every step, its running mean, and the validations; a line
+    where numerics change.
 
     Raises `InputError` where matplotlib is missing or there is nothing to draw.
     """
@@ -31,6 +32,8 @@ def draw_curve(lines: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     axes.plot(x, _running_mean(y), color="#1f4e8c", linewidth=1.6, label="training, running mean")
     if held:
         axes.plot(*zip(*held, strict=True), "o-", color="#c4541d", markersize=4, label="validation")
+    for step, numerics in changes(lines):
+        axes.axvline(step, color="#777777", linewidth=0.8, linestyle=":", label=f"from here on {numerics} numerics")
     axes.set(xlabel="step", ylabel="loss, nats a token")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
@@ -39,6 +42,12 @@ def draw_curve(lines: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
         figure.savefig(paths[0], dpi=150, metadata={"Software": None})
         figure.savefig(paths[1], metadata={"Date": None})
     return paths
+
+
+def changes(lines: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
+    """The steps whose numerics are others than those of the step before."""
+    steps = [(line["step"], line["numerics"]) for line in lines if "numerics" in line]
+    return [later for earlier, later in zip(steps, steps[1:], strict=False) if earlier[1] != later[1]]
 
 
 def _running_mean(values: Sequence[float], keep: float = 0.95) -> list[float]:

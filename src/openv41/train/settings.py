@@ -43,6 +43,8 @@ class ModelSettings:
     numerics: Literal["plain", "published"] = "plain"
     """"plain" computes in float32; "published" rounds as the published model does, with straight-through gradients:
     for the end of a run, so that the numbers that are shipped are the ones that were trained."""
+    published_from: float = _rule(1.0, 0, 1)
+    """The share of the steps after which plain numerics become published ones; 1: never."""
     recompute: bool = False
     """Keep only what enters each layer and run it again for the gradient: less memory, more time."""
     replace: Mapping[str, Any] = field(default_factory=dict)
@@ -82,6 +84,8 @@ class OptimizerSettings:
     """Steps in which the rate rises from nothing."""
     final: float = _rule(0.1, 0, 1)
     """The rate at the last step, as a share of the highest; a cosine lies between."""
+    cooldown: float = _rule(1.0, 0, 1)
+    """The last share of the steps, in which the rate falls; between warm-up and them it stays the highest."""
     weight_decay: float = _rule(0.1, 0)
     """Of matrices and embeddings; not of norms, biases, sinks, n-gram tables."""
     momentum: float = _rule(0.95, 0, 0.9999)
@@ -101,6 +105,8 @@ class LossSettings:
     """How far the selection bias of an expert moves in a step."""
     index: float = _rule(1.0, 0)
     """Weight of the indexers' own loss; 0 leaves them as they are. It reaches nothing else."""
+    index_every: int = _rule(1, 1)
+    """Indexers learn in one step of so many: their loss compares all pairs of positions, the only one that does."""
     index_target: Literal["joint", "far_only"] = "joint"
     index_dense: int = _rule(0, 0)
     """Steps at the beginning in which indexers are held against all latents instead of those that they picked."""
@@ -110,6 +116,8 @@ class LossSettings:
     """Rows whose logits are held at a time."""
     draft: float = _rule(0.0, 0)
     """Weight of the draft's loss; 0 leaves the draft as it is."""
+    draft_from: float = _rule(0.0, 0, 1)
+    """The share of the steps after which the draft learns; 0: from the beginning."""
     draft_blocks: int = _rule(128, 1)
     """Blocks that the draft is trained on, of each pack."""
     draft_only: bool = False
@@ -251,6 +259,16 @@ def _check_whole(settings: Settings) -> None:
     if optimizer.warmup > settings.steps:
         raise ConfigError(
             f"optimizer.warmup must be at most steps ({settings.steps}), got {optimizer.warmup}; lower it"
+        )
+    if settings.model.numerics == "published" and settings.model.published_from < 1:
+        raise ConfigError(
+            f"model.published_from must be 1 with numerics that are published all along, got "
+            f'{settings.model.published_from}; leave it out, or write numerics = "plain"'
+        )
+    if loss.draft_only and loss.draft_from:
+        raise ConfigError(
+            f"loss.draft_from must be 0 with loss.draft_only, got {loss.draft_from}: nothing else would learn before; "
+            "leave it out"
         )
     if loss.draft_only and not loss.draft:
         raise ConfigError("loss.draft must be above 0 with loss.draft_only, got 0; write draft = 1.0")

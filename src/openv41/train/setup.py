@@ -10,7 +10,7 @@ from openv41.config import Config
 from openv41.errors import ConfigError, InputError
 from openv41.inputs.tokenizer import Tokenizer, compress_vocabulary
 from openv41.model.transformer import Transformer
-from openv41.ops import choose
+from openv41.ops import Numerics, Ops, choose
 from openv41.train.data import Corpus, read_files
 from openv41.train.settings import DataSettings, ModelSettings, Settings
 from openv41.train.trainable import build
@@ -50,13 +50,16 @@ def open_model(settings: Settings) -> tuple[Config, Vocabulary, Transformer]:
             f"data.context must be at most {config.context} (original_seq_len x rope_factor of the model), got "
             f"{settings.data.context}; lower it, or raise one of these in [model.replace]"
         )
-    # The one place where a run's arithmetic is chosen.
-    dtype = torch.float32 if chosen.numerics == "plain" else None
-    ops = choose(device, numerics=chosen.numerics, training=True, dtype=dtype)
-    model = build(config, ops, settings.seed, chosen.start or None)
+    model = build(config, ops_of(device, chosen.numerics), settings.seed, chosen.start or None)
     if model.lookback is not None:
         model.lookback.token_map.copy_(token_map)
     return config, vocabulary, model.to(device)
+
+
+def ops_of(device: str | torch.device, numerics: Numerics) -> Ops:
+    """The one place where a run's arithmetic is chosen: float32 throughout, or the published rounding."""
+    dtype = torch.float32 if numerics == "plain" else None
+    return choose(device, numerics=numerics, training=True, dtype=dtype)
 
 
 def open_texts(settings: DataSettings, tokenizer: Tokenizer, vocab_size: int) -> tuple[Corpus, Corpus]:
@@ -83,6 +86,11 @@ def _device(name: str) -> torch.device:
     if device.type != "cpu" and (device.type != "cuda" or (device.index or 0) >= count):
         raise ConfigError(f"device must be one that torch sees, got {name!r} with {count} GPUs; use cpu")
     return device
+
+
+def name_of(device: str) -> str:
+    """What a device calls itself; a CPU is just "cpu"."""
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
 
 
 def _is_tiny(chosen: ModelSettings) -> bool:

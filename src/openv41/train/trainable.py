@@ -6,6 +6,7 @@ of a checkpoint: rounded to bf16, packed to fp8 and fp4, as the configuration sa
 
 import math
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from openv41.config import Config
 from openv41.formats import FP4_ROWS, FP8_ROWS, FP8_TILES
 from openv41.model.masters import make_masters
+from openv41.model.streams import HyperConnection
 from openv41.model.transformer import Transformer
 from openv41.ops import Ops
 from openv41.weights.load import Checkpoint, load_into
@@ -25,6 +27,9 @@ from openv41.weights.write import Source
 def build(config: Config, ops: Ops, seed: int, start: str | Path | None = None) -> Transformer:
     """The model of a configuration with float32 masters: of the model folder `start`, or random ones.
 
+    One stream (`hc_mult` 1) is a plain residual network: there is nothing to mix, so every sublayer is added to the one
+    stream, which it reads as it is, and its hyper-connections are no parameters that a run would move.
+
     The token map is left for the caller. Raises `CheckpointError` when the folder is not of this configuration.
     """
     model = Transformer(config, ops)
@@ -33,7 +38,11 @@ def build(config: Config, ops: Ops, seed: int, start: str | Path | None = None) 
     make_masters(model, ops)
     if start is None:
         initialise(model, seed)
-    return model.requires_grad_()
+    model.requires_grad_()
+    for part in model.modules():
+        if isinstance(part, HyperConnection) and config.hc_mult == 1:
+            part.requires_grad_(False)
+    return model
 
 
 # Weights to start from
@@ -52,7 +61,9 @@ def initialise(model: Transformer, seed: int) -> None:
         leaf = name.rpartition(".")[2]
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         noise = torch.randn(parameter.shape, generator=generator)
-        if leaf == "base":
+        if leaf == "fn" and config.hc_mult == 1:
+            value = torch.zeros_like(noise)
+        elif leaf == "base":
             value = _even_mix(config.hc_mult)
         elif leaf == "scale":
             value = torch.full_like(noise, 0.1)
@@ -84,7 +95,11 @@ def _even_mix(m: int) -> Float[Tensor, "mixes"]:
 
 def published(model: Transformer) -> Source:
     """The tensors of a checkpoint, one at a time: the trained weights in the types that each tensor's `Spec` says."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return published_of(dict(model.named_parameters(remove_duplicate=False)))
+
+
+def published_of(parameters: Mapping[str, Tensor]) -> Source:
+    """The same, of a model's parameters by name."""
     latest: tuple[str, tuple[Tensor, Tensor]] | None = None
 
     def value(name: str) -> Tensor:
