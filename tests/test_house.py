@@ -45,7 +45,7 @@ ROOMS: dict[str, set[str]] = {
     "explain": STORED | {"ops.*", "inputs", "generate"},
     "published": BELOW_API,
     "parity": BELOW_API,
-    "bench": BELOW_API | {"parity", "weights.tiny"},
+    "bench": BELOW_API | {"ops.hopper", "parity", "weights.tiny"},
     "texts": {"errors", "config", "state", "generate", "inputs"},
     "api": BELOW_API | BESIDE_API | {"_version", "texts"},
     "commands": BELOW_API | BESIDE_API | {"weights.tiny", "_version", "api", "texts", "bench"},

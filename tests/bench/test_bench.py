@@ -59,7 +59,8 @@ def test_json_has_the_machine_the_agreement_and_the_figures(tiny, capsys):
     told = json.loads(out)
     assert told["machine"]["threads"] == 1
     assert told["settings"] == {
-        "ops": "cpu", "weights": "cached", "position": 40, "prompt": 24, "repeats": 1, "reference": True
+        "ops": "cpu", "weights": "cached", "position": 40, "prompt": 24, "repeats": 1, "reference": True,
+        "only": "",
     }  # fmt: skip
     agreement = told["agreement"]
     assert agreement["passed"] and not agreement["failures"] and agreement["equal"] >= 0.99

@@ -21,10 +21,8 @@ EACH = Bounds(min_equal=0.99, quantum=0.02)
 """Of one operation, from the same inputs: 99 % equal, the others within 2 % of their row's largest value."""
 END = Bounds(quantum=0.05, relative_rms_error=0.02)
 """Of the layer's result: every value within 5 % of its row's largest, the root mean square of all within 2 %."""
-RULES = (
-    "every operation from the same inputs: at least 99 % equal, the rest within 2 % of the row's largest; "
-    "the layer's result: within 5 %, and 2 % root mean square; picks equal up to ties"
-)
+EACH_RULE = "every operation from the same inputs: at least 99 % equal, the rest within 2 % of the row's largest"
+RULES = f"{EACH_RULE}; the layer's result: within 5 %, and 2 % root mean square; picks equal up to ties"
 
 Piece = tuple[str, Tensor, Tensor, Work]
 """What it is, the layer's result for some tokens, its picks, and the same tokens as work for the judge."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openv41.bench import layers
 from openv41.bench.agree import Piece, agree
 from openv41.bench.layer import Work, continued, fill, held_tensors, operations, twin, values, work
 from openv41.bench.measure import largest_cache, measure, product, readers
@@ -37,8 +38,11 @@ def released_layer() -> tuple[Config, int]:
 def run(settings: Settings, progress: Callable[[str], None]) -> Report:
     """Compare the token and the prompt's first and last rows with the reference, then take the figures.
 
-    Raises `InputError` for settings that the layer cannot be run with.
+    The hopper operations have their own: a layer of every role, see `bench.layers`. Raises `InputError` for settings
+    that the layer cannot be run with.
     """
+    if settings.ops == "hopper":
+        return layers.run(settings, progress)
     config, number = released_layer()
     _check(settings, config)
     options: dict[str, Any] = {} if settings.weights is None else {"weights": settings.weights}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,6 @@ from openv41.config import Config
 from openv41.formats import INDEX, LATENT, WINDOW
 from openv41.model.attention import Attention
 from openv41.model.layers import Linear
-from openv41.ops import Ops
 from openv41.ops.cpu import CpuOps
 from openv41.parity.recipe import make
 from openv41.plan import plan_layers
@@ -101,8 +101,8 @@ def _recipe(parameter: Tensor) -> dict[str, object]:
     return {"kind": "fp32", "shape": shape, "amplitude": 1.0}
 
 
-def twin(layer: Attention, config: Config, ops: Ops) -> Attention:
-    """The same layer, sharing its weights, with other operations."""
+def twin(layer: Attention, config: Config, ops: Any) -> Attention:
+    """The same layer, sharing its weights, with other operations, or what stands in for some."""
     other = Attention(config, layer.layer, ops)
     other.load_state_dict(layer.state_dict(), assign=True)
     return other

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from openv41.bench import attention, speculate, state, vision
+from openv41.bench import attention, kernels, speculate, state, vision
 from openv41.bench.results import Report, Settings
 from openv41.errors import InputError
 
@@ -25,6 +25,7 @@ BENCHMARKS = (
     Benchmark("state", "bytes, the cache's verbs, half-depth prefill, bounded replay, long packed caches", state.run),
     Benchmark("speculate", "text with and without drafts: time per token at batches of 1, 4 and 16", speculate.run),
     Benchmark("vision", "two blocks of the tower at the released width: packed images against padded ones", vision.run),
+    Benchmark("kernels", "the Hopper kernels at the released sizes, beside their floors; needs a GPU", kernels.run),
 )
 
 

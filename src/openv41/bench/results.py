@@ -10,7 +10,7 @@ from openv41.bench.measure import Timing
 class Settings:
     """What to time. `weights`: how the cpu operations hold them (None where the set has no such choice). `position`:
     where the token stands; `prompt`: tokens of the prompt; `repeats`: timed runs of the prompt, four times as many of
-    the token. `reference`: whether the reference is timed as well."""
+    the token. `reference`: whether the reference is timed as well. `only`: a part of the names of what is timed."""
 
     ops: str = "cpu"
     weights: str | None = "cached"
@@ -18,6 +18,7 @@ class Settings:
     prompt: int = 1000
     repeats: int = 5
     reference: bool = True
+    only: str = ""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "where the two differ it prints no figure, and the exit code is 1.",
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a benchmark (without one: list them)")
-    parser.add_argument("--ops", choices=("cpu", "reference"), default="cpu", help="what is timed (default: cpu)")
+    parser.add_argument(
+        "--ops", choices=("cpu", "reference", "hopper"), default="cpu", help="what is timed (default: cpu)"
+    )
     parser.add_argument(
         "--weights", choices=WEIGHTS, help="how the cpu operations hold them (default: cached, in what is fastest here)"
     )
@@ -26,6 +28,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--repeats", type=_count, default=5, metavar="N", help="runs of the prompt; a token's are four times as many"
     )
+    parser.add_argument("--only", default="", metavar="TEXT", help="on a GPU: the cases whose name holds TEXT")
     parser.add_argument("--skip-reference", action="store_true", help="do not time the reference (only compare)")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of text")
 
@@ -47,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
         torch.set_num_threads(args.threads)
     weights = args.weights or ("cached" if args.ops == "cpu" else None)
-    settings = Settings(args.ops, weights, args.position, args.prompt, args.repeats, not args.skip_reference)
+    settings = Settings(args.ops, weights, args.position, args.prompt, args.repeats, not args.skip_reference, args.only)
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if busy > 0.5:
         note(f"others are at work here (load {busy:.1f} in the last minute): the figures will say less")

@@ -1,0 +1,80 @@
+"""Every kernel of the Hopper operations at the released sizes: time, share of the floor, other people's kernels.
+
+The floor is the larger of two times: the fewest bytes at the speed of a large copy, and the operations at the speed of
+a large matrix product, both measured here, on this GPU, in this run.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from openv41.bench.case import Case
+from openv41.bench.gpu import Ceilings, captured, ceilings, measure_gpu
+from openv41.bench.results import Agreement, Figure, Report, Settings
+from openv41.errors import InputError
+
+MODULES = ("attend", "attend_gluon", "score", "rows", "products")
+"""`bench/kernels_NAME.py` has the cases of the launch module `ops/hopper/NAME.py`."""
+
+RULES = "each case's own bound on its distance from the reference"
+
+
+def run(settings: Settings, progress: Callable[[str], None]) -> Report:
+    """Raises `InputError` where there is no CUDA device, or `settings.only` names no case."""
+    if not torch.cuda.is_available():
+        raise InputError("the kernels' benchmark needs a CUDA GPU, and torch sees none: run it on one")
+    progress("measuring what this GPU copies and multiplies")
+    here = ceilings()
+    figures, failures, checked = list(_of_machine(here)), [], 0
+    for case in _cases(settings.only):
+        progress(f"{case.op}: {case.case}")
+        checked += 1
+        error = case.error()
+        if not error <= case.most_error:  # a NaN fails
+            failures.append(f"{case.op}, {case.case}: off by {error:.3g}, at most {case.most_error:.3g} is allowed")
+            continue
+        figures += _time(case, here, settings.repeats * 4)
+    if not checked:
+        raise InputError(f"no case has {settings.only!r} in its name: run it without --only to see them all")
+    agreement = Agreement(RULES, checked, 1 - len(failures) / checked, 1 - len(failures) / checked, tuple(failures))
+    return Report("kernels", torch.cuda.get_device_name(), settings, agreement, tuple(figures), ABOUT)
+
+
+ABOUT = (
+    "Times are medians on the GPU, the L2 cache overwritten before each call. Decode cases are replays of a CUDA",
+    "graph, and hold what the shortest kernel in one takes. A peer is timed in turn, on the same inputs.",
+)
+
+
+def _cases(only: str) -> Iterator[Case]:
+    for name in MODULES:
+        if (Path(__file__).parent / f"kernels_{name}.py").is_file():
+            cases = importlib.import_module(f"openv41.bench.kernels_{name}").cases()
+            yield from (case for case in cases if only in f"{case.op}, {case.case}")
+
+
+def _of_machine(here: Ceilings) -> Iterator[Figure]:
+    yield Figure("copy_tb_s", "copy, read and written", here.bytes_per_second / 1e12, "TB/s")
+    yield Figure("bf16_tflop_s", "bf16 products", here.bf16_flops / 1e12, "TFLOP/s")
+    yield Figure("fp8_tflop_s", "fp8 products", here.fp8_flops / 1e12, "TFLOP/s")
+    one = torch.zeros((), device="cuda")
+    least = measure_gpu({"least": captured(one.zero_)})["least"]
+    yield Figure("least_us", "the shortest kernel, in a graph", least.median * 1e3, "us", least)
+
+
+def _time(case: Case, here: Ceilings, repeats: int) -> Iterator[Figure]:
+    calls = {"": case.run, **case.peers}
+    if case.graph:
+        calls = {name: captured(call) for name, call in calls.items()}
+    times = measure_gpu(calls, repeats)
+    own = times.pop("")
+    floor = here.floor(case.bytes, case.bf16_flops, case.fp8_flops)
+    note = f"{floor / own.median / 10:.0f} % of the floor of {floor:.1f} us"
+    key = f"{case.op}, {case.case}".replace(" ", "_")
+    aim = "" if case.aim_us is None else f"{case.aim_us:g} us"
+    yield Figure(key, f"{case.op}: {case.case}", own.median * 1e3, "us", own, aim, note)
+    for name, timing in times.items():
+        ratio = timing.median / own.median
+        yield Figure(f"{key}_{name}", f"  {name}", timing.median * 1e3, "us", timing, "", f"{ratio:.2f} of ours")

@@ -1,0 +1,48 @@
+"""Sparse attention with specialised warps: a prompt's chunk and decoding at the released sizes, with variants."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from openv41.bench.case import Case
+from openv41.bench.kernels_attend import BATCHES, SOME, Inputs, inputs
+from openv41.ops import ReferenceOps
+from openv41.ops.hopper.attend_gluon import attend_gluon
+
+Attend = Callable[..., Tensor]
+
+
+def cases() -> Iterator[Case]:
+    """Inputs are made when a case is asked for."""
+    for name, latents in (("P 32,768", 32768), ("P 131,072", 131072)):
+        chunk = inputs(4096, decode=False, latents=latents)
+        yield _case(f"prefill 4,096, {name}", chunk, attend_gluon, graph=False)
+        yield _case(f"prefill 4,096, {name}, ring", chunk, partial(attend_gluon, ring=True), graph=False)
+    yield _case("prefill 4,096, P 32,768, records", inputs(4096, decode=False, packed=True), attend_gluon, graph=False)
+    for batch in BATCHES:
+        rows = inputs(batch, decode=True)
+        yield _case(f"decode, batch {batch}, bf16 rows", rows, attend_gluon, graph=True)
+        yield _case(f"decode, batch {batch}, bf16 rows, ring", rows, partial(attend_gluon, ring=True), graph=True)
+        records = inputs(batch, decode=True, packed=True)
+        yield _case(f"decode, batch {batch}, records", records, attend_gluon, graph=True)
+    for pieces in (1, 5):  # 2 are chosen
+        call = partial(attend_gluon, pieces=pieces)
+        yield _case(f"decode, batch 64, bf16 rows, pieces {pieces}", inputs(64, decode=True), call, graph=True)
+
+
+def _case(name: str, made: Inputs, call: Attend, graph: bool) -> Case:
+    return Case(
+        "sparse attention, Gluon", name, partial(call, *made.given(), made.scale), partial(_error, made, call), 1e-2,
+        made.bytes(), 2 * made.products(), graph=graph,
+    )  # fmt: skip
+
+
+def _error(made: Inputs, call: Attend) -> float:
+    """Of some queries, from float64."""
+    judge = ReferenceOps("plain", torch.float64)
+    q, near, near_rows, far, far_rows, sink = made.some()
+    want = judge.sparse_attention(q.double(), near.double(), near_rows, far.double(), far_rows, sink, made.scale)
+    got = call(*made.given(), made.scale)[:SOME].double()
+    return float((got - want).norm() / want.norm())

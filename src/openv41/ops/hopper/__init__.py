@@ -1,0 +1,14 @@
+"""HopperOps: the operations of an attention layer on one Hopper GPU, by kernels of our own.
+
+Here a call is sent to the launch module that knows its kernel; those check shapes and launch; the kernels stand in
+`ops/kernels`. What is not overridden is inherited by name: the library's products, see `ops.fast`.
+
+    attend, attend_gluon    attention over rows as they are stored, or over rows of bf16
+    score, pick, select     index scores to the bit, and the best of them
+    rows                    norm, rotation, rounding, storing
+    products                linear maps that read fp8 weights as fp8
+"""
+
+from openv41.ops.hopper.ops import HopperOps
+
+__all__ = ["HopperOps"]
