@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from openv41.config import Config
-from openv41.errors import OpenV41Error
+from openv41.errors import InputError, OpenV41Error
 from openv41.train.loop import METRICS, Training, read_metrics
 from openv41.train.settings import Settings
 
@@ -91,13 +91,13 @@ def train(settings: Settings, seconds: float) -> bool:
 
 
 def gather(folder: Path) -> dict[str, Any]:
-    """All that are done, by name; at equal steps, or `SystemExit` says otherwise."""
+    """All that are done, by name; at equal steps, or `InputError` says otherwise."""
     found = {
         name: json.loads((folder / name / FOUND).read_text()) for name in NAMES if (folder / name / FOUND).is_file()
     }
     if len({one["steps"] for one in found.values()}) != 1 or "full" not in found:
         done = ", ".join(f"{name} {one['steps']}" for name, one in found.items()) or "none"
-        raise SystemExit(f"ablate: error: all must be done at equal steps, full among them; done are: {done}")
+        raise InputError(f"all must be done at equal steps, full among them; done are: {done}")
     return found
 
 

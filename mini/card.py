@@ -36,7 +36,7 @@ from figures import compressors, drafts, indexers, likelihood, ngram, sizes, tex
 
 from openv41.api import Assistant, load
 from openv41.config import Config
-from openv41.errors import OpenV41Error
+from openv41.errors import InputError, OpenV41Error
 from openv41.inputs.tokenizer import Tokenizer
 from openv41.train.data import read_files
 
@@ -69,7 +69,7 @@ class Subject:
     @property
     def folder(self) -> Path:
         if self.model is None:
-            raise SystemExit("card: error: this figure is of a model: name its folder")
+            raise InputError("this figure is of a model: name its folder")
         return self.model
 
     @cached_property
@@ -118,7 +118,7 @@ def data_of(s: Subject) -> dict[str, Any]:
 
 def training_of(s: Subject) -> dict[str, Any]:
     if s.run is None:
-        raise SystemExit("card: error: this figure is of a run: name its folder")
+        raise InputError("this figure is of a run: name its folder")
     training.curve(s.run, s.results)
     return training.run(s.run)
 
@@ -186,7 +186,7 @@ def beside(results: dict[str, Any]) -> str:
     """Bits per byte of the same bytes by all that was measured on them."""
     bits, packed, grams = (results[name] for name in ("bits", "compressors", "ngram"))
     if len({one["bytes"] for one in (bits, packed, grams)}) != 1:
-        raise SystemExit("card: error: bits, compressors and ngram were measured on different bytes: measure them anew")
+        raise InputError("bits, compressors and ngram were measured on different bytes: measure them anew")
     head = f"| {bits['bytes']:,} bytes, {bits['documents']} documents | bits per byte |"
     model = f"| openv41-mini, {bits['tokens']:,} tokens | {bits['bits_per_byte']:.3f} |"
     return "\n".join([head, "|---|---|", model, ngram.row(grams), *compressors.rows(packed)])
@@ -215,13 +215,13 @@ def page(text: str, results: dict[str, Any]) -> str:
     digests = {name: results[name]["weights"] for name in OF_MODEL if name in results}
     if len(set(digests.values())) > 1:
         told = ", ".join(f"{name} {digest}" for name, digest in digests.items())
-        raise SystemExit(f"card: error: these figures are of different models: {told}; measure them anew")
+        raise InputError(f"these figures are of different models: {told}; measure them anew")
     for part, (needed, render) in PARTS.items():
         body = render(results) if all(name in results for name in needed) else MISSING
         marked = re.compile(rf"(<!-- {part} -->\n).*?(\n<!-- /{part} -->)", re.S)
         text, count = marked.subn(lambda found, body=body: found[1] + body + found[2], text)
         if count != 1:
-            raise SystemExit(f"card: error: the page must have the part {part} once, found {count} times")
+            raise InputError(f"the page must have the part {part} once, found {count} times")
     return text
 
 

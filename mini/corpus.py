@@ -283,8 +283,20 @@ def fetch(index: str, packages: list[Package]) -> None:
         print(f"{package.name} {package.version}", file=sys.stderr)
 
 
+def archive_of(package: Package) -> bytes:
+    """What `fetch` has kept, the very bytes that are listed."""
+    path = FOLDER / "archives" / package.file
+    if not path.is_file():
+        raise CorpusError(f"there is no {path}: fetch it first")
+    archive = path.read_bytes()
+    if hashlib.sha256(archive).hexdigest() != package.sha256:
+        raise CorpusError(f"{package.file} is not the archive that packages.json lists: fetch it again")
+    return archive
+
+
 def build(packages: list[Package]) -> dict[str, dict[str, int]]:
     """Write the two files of documents, held-out packages first seen, so that nothing of them is left in training."""
+    FOLDER.mkdir(exist_ok=True)
     seen, counts = Seen(), {}
     outputs = {held_out: FOLDER / f"{'validation' if held_out else 'train'}.jsonl" for held_out in (True, False)}
     for held_out, path in outputs.items():
@@ -293,9 +305,7 @@ def build(packages: list[Package]) -> dict[str, dict[str, int]]:
             for package in packages:
                 if package.held_out != held_out:
                     continue
-                archive = (FOLDER / "archives" / package.file).read_bytes()
-                if hashlib.sha256(archive).hexdigest() != package.sha256:
-                    raise CorpusError(f"{package.file} is not the archive that packages.json lists: fetch it again")
+                archive = archive_of(package)
                 kept = [one for one in documents(package, archive) if seen.add(one.text)]
                 for one in kept:
                     out.write(json.dumps(asdict(one), ensure_ascii=False) + "\n")

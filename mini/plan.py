@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from openv41.errors import OpenV41Error
+from openv41.errors import InputError, OpenV41Error
 from openv41.train import checkpoints
 from openv41.train.loop import Training
 from openv41.train.schedule import Phase, begin_of, phase_at
@@ -78,7 +78,7 @@ def timed(training: Training, kind: Kind) -> float:
     line = training.advance()
     training.settings = s
     if (line["numerics"], "draft" in line) != kind:
-        raise SystemExit(f"plan: error: a step of {kind} was to be measured, and {line} was")
+        raise InputError(f"a step of {kind} was to be measured, and {line} was")
     return float(line["seconds"])
 
 
@@ -101,12 +101,17 @@ def fitting(seconds: Callable[[int], float], budget: float, least: int) -> int:
     return low
 
 
-def set_steps(path: Path, steps: int) -> None:
-    """Put the number in the place of the one in the file, which must have one."""
+def with_steps(path: Path, steps: int) -> str:
+    """The file's text with the number in the place of its own, which must be there."""
     text, count = re.subn(r"(?m)^steps = \d+", f"steps = {steps}", path.read_text(encoding="utf-8"))
     if count != 1:
-        raise SystemExit(f"plan: error: {path} must have one line 'steps = N', got {count}; write one")
-    path.write_text(text, encoding="utf-8")
+        raise InputError(f"{path} must have one line 'steps = N', got {count}; write one")
+    return text
+
+
+def write_steps(path: Path, steps: int) -> None:
+    """Set it in the file."""
+    path.write_text(with_steps(path, steps), encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -118,6 +123,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         settings = Settings.from_toml(args.settings)
+        if args.write:
+            with_steps(args.settings, settings.steps)  # a complaint comes before anything slow
         cost = measure(settings, max(1, args.probe))
     except OpenV41Error as error:
         print(f"plan: error: {error}", file=sys.stderr)
@@ -133,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     }  # fmt: skip
     print(json.dumps(report, indent=2))
     if args.write:
-        set_steps(args.settings, steps)
+        write_steps(args.settings, steps)
     return 0
 
 

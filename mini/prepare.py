@@ -101,7 +101,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--fit", type=float, default=36.0, metavar="MIB", help="of train.bin.xz, at most (default: 36)")
     parser.add_argument("--tokens", type=int, default=10**9, metavar="N", help="for training, at most (default: any)")
     args = parser.parse_args(argv)
-    texts = in_order(read("train"), 8 * args.tokens)
+    try:
+        texts = in_order(read("train"), 8 * args.tokens)
+        held = [one["text"] for one in read("validation")]
+    except OSError as error:
+        missing = f"{error.filename}: {error.strerror}"
+        print(f"prepare: error: {missing}; python mini/corpus.py build makes it", file=sys.stderr)
+        return 2
     backend = train_tokenizer(VOCABULARY, sample(texts))
     tokenizer = Tokenizer(backend, SPECIAL)
     config = mini_config(int(compress_vocabulary(tokenizer, VOCABULARY).max()) + 1)
@@ -111,7 +117,6 @@ def main(argv: list[str] | None = None) -> int:
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.context}
     (model / "tokenizer_config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
     (model / "config.json").write_text(json.dumps(config.to_hf(SPECIAL), indent=2), encoding="utf-8")
-    held = [one["text"] for one in read("validation")]
     prepared = {
         name: written(tokenizer, FOLDER / f"{name}.bin.xz", some, *bounds)
         for name, some, bounds in (

@@ -233,6 +233,15 @@ def test_drafts_change_no_text(reference: Assistant, free: list[Piece]) -> None:
         reference.stream(PROMPTS[0], draft=6)
 
 
+def test_a_loaded_model_explains_its_parts(reference: Assistant) -> None:
+    panel = reference.explain("attention", layer=6, position=100)
+    parts = reference.transformer.layers[6].attn.parameters()
+    held = sum(part.numel() for part in parts if part.dtype != torch.float8_e8m0fnu)
+    assert panel.parameters["per_instance"] == held and "Attention · layer 6" in str(panel)
+    with pytest.raises(InputError, match="layer must be 0 to 10"):
+        reference.explain("attention", layer=11)
+
+
 def test_a_stop_text_that_does_not_come_changes_nothing(reference: Assistant, free: list[Piece]) -> None:
     text = "".join(piece.text for piece in free)
     kept = reference.generate(PROMPTS[0], max_new_tokens=8, stop=text[-1] + "\0")

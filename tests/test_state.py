@@ -52,6 +52,7 @@ def test_a_piece_of_a_prompt_that_goes_on_wants_no_last_token() -> None:
         ([(0, 0, [])], "at least one token"),
         ([(0, 0, torch.zeros(2, 2, dtype=torch.int64))], r"\(2, 2\)"),
         ([(0, -1, [1])], "got -1"),
+        ([(0, 0, [3]), (1, 0, [1, -1, 2])], "id must be 0 or more, got -1"),
         ([(3, 0, [1]), (1, 0, [1]), (3, 1, [1])], "slot 3 has two parts"),
     ],
 )

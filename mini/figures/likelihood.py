@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from figures.texts import bytes_of
+from openv41.errors import InputError
 from openv41.inputs.tokenizer import Tokenizer
 from openv41.model.transformer import Transformer
 from openv41.train.data import Corpus, Pack
@@ -98,7 +99,7 @@ def long_ones(corpus: Corpus, tokens: int, count: int) -> list[np.ndarray]:
     """The first `tokens` inputs, and one id more, of documents that have as many."""
     pieces = [document[: tokens + 1] for document in corpus if len(document) > tokens][:count]
     if not pieces:
-        raise SystemExit(f"card: error: no held-out document has more than {tokens} tokens: build the corpus anew")
+        raise InputError(f"no held-out document has more than {tokens} tokens: build the corpus anew")
     return pieces
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openv41.api import Assistant
+from openv41.errors import InputError
 from openv41.inputs.tokenizer import Tokenizer
 from openv41.texts import Prompt
 
@@ -97,7 +98,7 @@ def measure(
     """`count` completions, of as many prompts as there are, in turn."""
     given = tasks(documents, count)
     if not given:
-        raise SystemExit("card: error: no held-out file begins with a short function: build the corpus anew")
+        raise InputError("no held-out file begins with a short function: build the corpus anew")
     drawn = [given[number % len(given)] for number in range(count)]
     verdicts = []
     for first in range(0, count, BATCH):

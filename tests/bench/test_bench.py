@@ -302,6 +302,35 @@ def test_speculation_tells_ratios_by_batch_and_chance(short_runs, capsys):
     assert "0.00 accepted of a draft" in told["figures"]["batch_2_00_5"]["note"]
 
 
+def test_the_small_model_under_operations_for_gpus_is_that_under_the_others():
+    """Here on a CPU, where they run as well."""
+    models = [speculate.small_model(ops, "cached" if ops == "fast" else None) for ops in ("fast", "reference")]
+    assert [model.ops.name for model in models] == ["fast", "reference"]
+    for ours, theirs in zip(*(model.named_parameters() for model in models), strict=True):
+        assert ours[0] == theirs[0] and torch.equal(ours[1].view(torch.uint8), theirs[1].view(torch.uint8)), ours[0]
+    requests = speculate.requests_of(models[0], 2, 3)
+    assert [len(text) for text in speculate.decode(models[0], requests).texts] == [3, 3]
+
+
+def test_operations_for_gpus_are_for_one_benchmark(capsys):
+    assert main(["bench", "attention", "--ops", "fast"]) == 2
+    assert "--ops fast goes with speculate, got attention" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["attention", "vision", "speculate"])
+def test_weights_are_for_the_operations_that_hold_them(name, capsys):
+    assert main(["bench", name, "--ops", "reference", "--weights", "fp32"]) == 2
+    error = capsys.readouterr().err
+    assert "--weights goes with --ops cpu and fast, got fp32 for reference" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("text", "words"), [("x", "a whole number, got 'x'"), ("0", "at least 1, got 0")])
+def test_counts_are_whole_numbers_above_0(text, words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "vision", "--repeats", text])
+    assert f"argument --repeats: must be {words}" in capsys.readouterr().err
+
+
 def test_speculation_that_changes_a_text_gets_no_figure(short_runs, monkeypatch, capsys):
     right = loop.verify
 

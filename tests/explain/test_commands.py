@@ -3,6 +3,7 @@
 import builtins
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,6 +175,16 @@ def test_fit(cli: Any) -> None:
     assert (code, out) == (2, "") and "tp must divide" in err and err.count("\n") == 1
     code, _, err = cli("fit", "--gpus", "8", "--memory", "nan")
     assert code == 2 and "--memory" in err
+
+
+def test_fit_of_a_model_with_a_short_context(cli: Any, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY.to_dict()))
+    asked = ("fit", "--gpus", "1", "--memory", "8", "--config", str(path))
+    code, out, _ = cli(*asked, "--json")
+    assert code == 0 and json.loads(out)["context"] == TINY.context < 131_072
+    code, out, err = cli(*asked, "--context", "131072")
+    assert (code, out) == (2, "") and f"the context is {TINY.context} tokens at most" in err
 
 
 def test_columns() -> None:

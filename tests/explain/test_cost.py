@@ -9,7 +9,7 @@ import pytest
 from openv41.config import Config
 from openv41.errors import InputError
 from openv41.explain.components import component_of
-from openv41.explain.cost import FORMATS, MACHINES, Cost, add, machine_named, of_prompt, split
+from openv41.explain.cost import FORMATS, MACHINES, Cost, Machine, add, machine_named, of_prompt, split
 from openv41.explain.counting import distinct
 from openv41.explain.panel import Question, explain
 from openv41.explain.scene import Scene
@@ -98,7 +98,7 @@ def test_experts_that_a_call_reads() -> None:
 
 
 def test_floors() -> None:
-    cost = Cost(Counter(fp8=1580 * 10**6), Counter(weights=43 * 10**5))
+    cost = Cost(Counter(fp8=1496 * 10**6 - 1), Counter(weights=43 * 10**5))
     told = cost.to_dict(MACHINES["h200"])
     assert told["floor_us"] == pytest.approx(1.0) and told["bound_by"] == "memory"
     assert cost.times(3).total_flops == 3 * cost.total_flops
@@ -109,6 +109,20 @@ def test_machines_say_where_their_figures_come_from() -> None:
     for machine in MACHINES.values():
         assert set(machine.rates) == set(FORMATS) and set(machine.sources) == {*FORMATS, "bandwidth"}
         assert machine.bandwidth > 0 and min(machine.rates.values()) > 0
+
+
+def test_a_panel_says_where_the_figures_of_its_floor_come_from() -> None:
+    for name, machine in MACHINES.items():
+        notes = explain(RELEASED, Question("attention", layer=24, position=1000), name).notes
+        told = [note for note in notes if note.startswith(name)]
+        assert [note[note.index("(") + 1 : -1] for note in told] == [
+            machine.sources[key] for key in ("bandwidth", "fp8", "bf16")
+        ]
+    unsourced = Machine("mine", 1e11, dict.fromkeys(FORMATS, 1e12), {})
+    assert unsourced.figures(Cost(Counter(fp8=1))) == [
+        "mine moves 0.1 TB/s (the machine file does not say from where)",
+        "mine multiplies fp8 at 1 TFLOP/s (the machine file does not say from where)",
+    ]
 
 
 def test_a_machine_from_a_file(tmp_path: Path) -> None:

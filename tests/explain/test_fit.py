@@ -25,9 +25,7 @@ def test_state_is_what_a_cache_takes(config: Config, slots: int, context: int, d
 
 
 def test_a_real_cache_is_as_large_as_one_without_memory() -> None:
-    sizes = [
-        Cache(TINY, 3, 500, 5, device=device, store="packed", draft=True).nbytes() for device in ("cpu", "meta")
-    ]
+    sizes = [Cache(TINY, 3, 500, 5, device=device, store="packed", draft=True).nbytes() for device in ("cpu", "meta")]
     assert sizes[0] == sizes[1]
 
 

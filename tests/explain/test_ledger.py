@@ -31,7 +31,7 @@ def test_all_as_the_model_runs() -> None:
 
 
 def test_the_files() -> None:
-    """Against the list of the files' headers: name, shape and type of every tensor, group by group."""
+    """Added up; name, shape and type of every tensor are compared with the files' headers in tests/weights."""
     tallies = checkpoint_tallies(RELEASED)
     tally = total(tallies)
     assert (tally.tensors, tally.nbytes, tally.parameters) == (96_085, 510_286_023_000, 763_205_315_794)
@@ -40,7 +40,11 @@ def test_the_files() -> None:
     assert tallies["backbone"].parameters == COUNTS["parts"]["backbone"]["parameters"] + delimiters
 
 
-@pytest.mark.parametrize("config", [TINY, TINY.replace(dtype="bf16", expert_dtype=None)], ids=["fp8", "bf16"])
+@pytest.mark.parametrize(
+    "config",
+    [TINY, TINY.replace(dtype="bf16", expert_dtype=None), TINY.replace(hc_mult=1)],
+    ids=["fp8", "bf16", "one stream"],
+)
 def test_modules_and_files_hold_the_same_parameters(config: Config) -> None:
     model, _ = counted_model(config)
     counted = parameters_of(model)

@@ -15,6 +15,7 @@ from openv41.explain.panel import Panel, Question, explain
 from openv41.explain.whatif import changed, compare
 from openv41.explain.words import evidence_of
 from openv41.plan import Role, plan_layers
+from openv41.state import Cache
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNTS = json.loads((ROOT / "tests" / "golden" / "param_counts.json").read_text())
@@ -334,6 +335,18 @@ def test_state_of_the_whole_model() -> None:
     assert kinds["latents"]["bytes"] + kinds["keys"]["bytes"] == 933_232_640
     assert sum(one["bytes_per_token"] for one in panel["state"]) == 890
     assert kinds["window"]["bytes"] == 2_703_360 and kinds["draft"]["bytes"] == 202_752
+
+
+@pytest.mark.parametrize("config", [TINY, RELEASED], ids=["tiny", "released"])
+@pytest.mark.parametrize("slack", [0, 3])
+def test_state_is_what_a_cache_of_one_sequence_takes(config: Config, slack: int) -> None:
+    """Whose pages are filled by the call, but for the page that is more than its tokens need."""
+    page = Cache(config, 1, 1, device="meta").pages.tokens
+    cache = Cache(config, 1, 3 * page, slack, device="meta", store="packed", draft=True)
+    assert cache.pages.count == 4
+    taken = {kind: count for kind, count in cache.nbytes().items() if count and kind != "pages"}
+    told = {one["name"]: one["bytes"] for one in of("model", config, position=3 * page - 1, slack=slack)["state"]}
+    assert told == {kind: count * 3 // 4 if kind in ("latents", "keys") else count for kind, count in taken.items()}
 
 
 def test_a_panel_is_a_value() -> None:

@@ -9,14 +9,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from openv41.config import Config
 from openv41.explain.counting import CountingOps
 from openv41.explain.recorder import Recorder, Span
-from openv41.explain.scene import Scene
+from openv41.explain.scene import Scene, record_picture
 from openv41.model.transformer import Transformer
 from openv41.ops import Ops, choose
 from openv41.plan import plan_layers
 from openv41.state import Cache
 from tests.small import fill_randomly
 
-TINY = Config.tiny().replace(vision_n_layers=0)
+SEEING = Config.tiny()
+TINY = SEEING.replace(vision_n_layers=0)
 
 
 class Listened:
@@ -91,6 +92,25 @@ def test_a_real_draft_has_the_same_shapes(seed: int) -> None:
     counted = Scene(TINY, "decode", 37, 1, 2).record_draft()
     assert edges(recorder.root)[1:] == edges(counted)[1 : len(edges(recorder.root))]
     assert len(edges(recorder.root)) > 20
+
+
+@pytest.mark.parametrize(("rows", "columns", "count"), [(4, 6, 1), (5, 7, 3)])
+@torch.no_grad()
+def test_a_real_look_at_pictures_has_the_same_shapes_and_products(
+    rows: int, columns: int, count: int, seed: int
+) -> None:
+    """Of every edge of tower and aligner; their products are those that PyTorch's own counter sees."""
+    ops = Listened(choose("cpu", "reference", "plain", dtype=torch.bfloat16))
+    model = real_model(SEEING, ops, seed)
+    assert model.vision is not None and model.aligner is not None
+    recorder = Recorder(plan_layers(SEEING), 1, rows * columns)
+    size, grids = SEEING.vision_patch_size, [(rows, columns)] * count
+    patches = torch.zeros(count * rows * columns, 3, size, size, dtype=ops.dtype)
+    with recorder.on(model, Cache(SEEING, 1, 1), ops), FlopCounterMode(display=False) as counter:  # type: ignore[arg-type]
+        model.aligner(model.vision(patches, grids), grids)
+    counted = record_picture(SEEING, rows, columns, count)
+    assert edges(recorder.root) == edges(counted) and len(edges(counted)) > 4
+    assert sum(counted.flops.values()) == counter.get_total_flops()
 
 
 @torch.no_grad()

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,6 +131,22 @@ def test_what_the_released_model_reads() -> None:
     assert 0.2 < (costs.of("step", 2) - step) / step < 0.5
     assert 0.2 < costs.of("begin", 1) / step < 0.5
     assert Weights(1.0).read(7) == 1.0
+
+
+def test_the_page_tells_what_the_counted_costs_say() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "speculation.md").read_text(encoding="utf-8")
+    chances, lengths, gains = (
+        [float(cell) for cell in re.findall(rf"^\| {row} \|(.*)\|$", page, re.M)[0].split("|")]
+        for row in ("chance of each token", "best length", "ids for the same bytes, over none")
+    )
+    model = meta(Config.released())
+    assert model.mtp is not None and len(chances) == 6
+    costs = CountedCosts(model, model.mtp)
+    for chance, length, gain in zip(chances, lengths, gains, strict=True):
+        best = best_length([chance] * 5, costs, 1)
+        ids = sum(chance**place for place in range(best + 1))
+        cost = costs.of("step", 1 + best) + (costs.of("begin", 1) + best * costs.of("next", 1) if best else 0)
+        assert (best, round(ids * costs.of("step", 1) / cost, 2)) == (length, gain)
 
 
 # A sequence's own judge

@@ -212,11 +212,11 @@ def test_the_page_is_filled_from_the_results_and_from_nothing_else(results, tmp_
 def test_figures_of_two_models_make_no_page(results):
     found = {path.stem: json.loads(path.read_text()) for path in results.glob("*.json")}
     found["recall"]["weights"] = "another"
-    with pytest.raises(SystemExit, match="of different models: .*recall another"):
+    with pytest.raises(InputError, match="of different models: .*recall another"):
         card.page(card.PAGE.read_text(), found)
     found["recall"]["weights"] = found["bits"]["weights"]
     found["ngram"]["bytes"] += 1
-    with pytest.raises(SystemExit, match="measured on different bytes"):
+    with pytest.raises(InputError, match="measured on different bytes"):
         card.page(card.PAGE.read_text(), found)
 
 
@@ -227,8 +227,16 @@ def test_one_figure_is_a_command(corpus, shipped, run, tmp_path, capsys):
     assert card.main(["training", str(run), *base]) == 0
     assert card.main(["sizes", str(shipped), *base]) == 0
     assert {path.name for path in tmp_path.glob("*.json")} == {"compressors.json", "training.json", "sizes.json"}
-    with pytest.raises(SystemExit, match="this figure is of a model: name its folder"):
-        card.main(["bits", *base])
+    capsys.readouterr()
+    for arguments, complaint in (
+        (["bits"], "card: error: this figure is of a model: name its folder"),
+        (["training"], "card: error: this figure is of a run: name its folder"),
+        (["page", "--page", str(corpus / "model.json")], "card: error: the page must have the part sizes once"),
+        (["data", "--corpus", str(tmp_path / "none")], "card: error: "),
+    ):
+        assert card.main([*arguments, *base, *arguments[1:]]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(complaint) and error.count("\n") == 1
     with pytest.raises(SystemExit):
         card.main(["nothing", *base])
 
@@ -249,8 +257,8 @@ def test_a_plan_fits_its_budget(corpus, tmp_path, capsys):
     assert taken == 40 + 2 * (1 + 4) + 3 * (1 + 2)
     assert plan.fitting(lambda count: plan.seconds_of(settings, cost, count), taken, 1) == 40
     path.write_text("[data]\n")
-    with pytest.raises(SystemExit, match="must have one line 'steps = N'"):
-        plan.set_steps(path, 3)
+    with pytest.raises(InputError, match="must have one line 'steps = N'"):
+        plan.with_steps(path, 3)
 
 
 def test_ablations_are_the_same_run_without_one_part(corpus, tmp_path, capsys):
@@ -268,6 +276,10 @@ def test_ablations_are_the_same_run_without_one_part(corpus, tmp_path, capsys):
     with pytest.raises(SystemExit):
         ablate.main(["run", "something", *base])
     capsys.readouterr()
+    (tmp_path / "undone").mkdir()
+    undone = write_settings(corpus, tmp_path / "undone")
+    assert ablate.main(["table", "--base", str(undone), "--results", str(tmp_path)]) == 2
+    assert "ablate: error: all must be done at equal steps" in capsys.readouterr().err
     assert ablate.main(["table", *base]) == 0
     found = json.loads((tmp_path / "ablations.json").read_text())
     assert list(found) == list(ablate.NAMES) and {one["steps"] for one in found.values()} == {1}
@@ -286,6 +298,14 @@ def test_tokens_that_fit(tmp_path):
     assert 5 <= count < 40 and tokens == 2002 * count
     assert [list(one) for one in read_files([str(path)], tokenizer, 320)] == documents[:count]
     assert prepare.write_fitting(path, documents, 5000, 1 << 30) == (2, 4004)
+
+
+def test_without_a_corpus_one_line_says_what_makes_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prepare, "FOLDER", tmp_path)
+    assert prepare.main([]) == 2
+    assert capsys.readouterr().err == (
+        f"prepare: error: {tmp_path}/train.jsonl: No such file or directory; python mini/corpus.py build makes it\n"
+    )
 
 
 def test_the_shipped_run_is_what_its_page_says():

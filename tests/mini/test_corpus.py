@@ -153,6 +153,11 @@ def test_a_wrong_hash_is_refused(tmp_path: Path) -> None:
         corpus.download(path.as_uri(), "0" * 64)
 
 
-def test_the_command_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert corpus.main(["fetch"]) == 2
-    assert "--index is needed" in capsys.readouterr().err
+def test_the_command_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(corpus, "FOLDER", tmp_path / "none")
+    for command, words in (("fetch", "--index is needed"), ("build", ".tar.gz: fetch it first")):
+        assert corpus.main([command]) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1

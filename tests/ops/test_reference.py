@@ -164,6 +164,9 @@ def test_a_query_does_not_depend_on_the_others(scene) -> None:
         ("reference", 1e4),
         ("reference", 3e38),
         ("reference", torch.nan),
+        ("fast", 1e4),
+        ("fast", 3e38),
+        ("fast", torch.nan),
         ("cpu", 1e4),
         ("cpu", 3e38),
         ("cpu", torch.nan),
@@ -335,7 +338,10 @@ def test_sinkhorn_equals_the_formula_and_its_columns_sum_to_one(spread: float, r
     torch.testing.assert_close(comb.double(), sinkhorn64(logits, 20, 1e-6), atol=2e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("ops", [OPS, PLAIN], ids=["published", "plain"])
+@pytest.mark.parametrize(
+    "ops", [OPS, PLAIN, choose("cpu", "fast"), choose("cpu", "fast", "plain")],
+    ids=["published", "plain", "fast", "fast plain"],
+)  # fmt: skip
 def test_sinkhorn_of_logits_of_plus_and_minus_80_is_finite(ops: ReferenceOps) -> None:
     """unsloth-zoo#859: and so is its gradient."""
     wide = torch.float64 if ops.plain else torch.float32

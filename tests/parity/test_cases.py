@@ -7,6 +7,7 @@ import torch
 from golden_folder import GOLDEN
 from torch import Tensor
 
+from openv41.model.layers import Rotary
 from openv41.ops.cpu import CpuOps
 from openv41.parity import Folder, Result, ops_named, select
 from openv41.parity.cases import run_case
@@ -32,6 +33,22 @@ def test_case(golden: Folder, group: str, name: str, ops: str) -> None:
     result = run(golden, group, name, ops)
     assert result.status == "PASS", result.text
     assert result.findings or "reported" in result.text or "weights" in result.text
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [case for case in CASES if case.values[0] not in ("stack", "model")] + [("stack", "fp8_own_keys")],
+)
+def test_case_in_few_steps(golden: Folder, group: str, name: str) -> None:
+    """`FastOps`, which is CpuOps but for what that takes from the specification or cuts to a cache's size."""
+    result = run(golden, group, name, "fast")
+    assert result.status == "PASS", result.text
+
+
+@pytest.mark.slow
+def test_a_model_in_few_steps(golden: Folder) -> None:
+    result = run(golden, "model", "image_prompt", "fast")
+    assert result.status == "PASS", result.text
 
 
 @pytest.mark.slow
@@ -244,6 +261,90 @@ def test_a_fault_in_an_operation_fails(golden: Folder, fault: type[CpuOps]) -> N
     case = golden.find("stack", "fp8_as_written")
     assert case is not None
     assert run_case(case, fault()).status == "FAIL"
+
+
+# Negative controls: what V3.2 and V4 do and V4.1 does not, and slips that other ports of this family had
+
+
+class Tempered(CpuOps):
+    """YaRN's temperature, squared, on the scores of attention."""
+
+    def sparse_attention(self, q, near, near_rows, far, far_rows, sink, scale):  # noqa: ANN001, ANN201
+        return super().sparse_attention(q, near, near_rows, far, far_rows, sink, scale * 1.277**2)
+
+
+class Normed(CpuOps):
+    """Each head of the queries over its root mean square: a rotation does not change that."""
+
+    def sparse_attention(self, q, *rest):  # noqa: ANN001, ANN002, ANN201
+        return super().sparse_attention(torch.nn.functional.rms_norm(q, q.shape[-1:]), *rest)
+
+
+class HalfSplit(CpuOps):
+    """Entries i and i + half make a pair."""
+
+    def rotate(self, x, cos, sin, inverse=False):  # noqa: ANN001, ANN201
+        head, a, b = x.split((x.shape[-1] - 2 * cos.shape[-1], cos.shape[-1], cos.shape[-1]), -1)
+        cos, sin = (angle.view(len(x), *[1] * (x.dim() - 2), -1) for angle in (cos, -sin if inverse else sin))
+        return torch.cat((head, a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
+
+
+class Uncut(CpuOps):
+    """Index products below zero count."""
+
+    def index_scores(self, q, weights, keys):  # noqa: ANN001, ANN201
+        products = torch.einsum("nic,pc->nip", q.float(), keys.float())
+        return (products * weights.float().unsqueeze(-1)).sum(1).to(q.dtype)
+
+
+class Unclamped(CpuOps):
+    def swiglu(self, gate, up, limit, routing):  # noqa: ANN001, ANN201
+        return super().swiglu(gate, up, 0.0, routing)
+
+
+class Sigmoid(CpuOps):
+    def route(self, logits, bias, k, scale, function):  # noqa: ANN001, ANN201
+        return super().route(logits, bias, k, scale, "sigmoid")
+
+
+class Transposed(CpuOps):
+    """Streams mixed by columns."""
+
+    def expand(self, y, streams, post, comb):  # noqa: ANN001, ANN201
+        return super().expand(y, streams, post, comb.mT)
+
+
+@pytest.mark.parametrize(
+    ("fault", "group", "name"),
+    [
+        (Tempered, "window", "ring_prefill13"),
+        (Normed, "window", "ring_prefill13"),
+        (HalfSplit, "window", "ring_prefill13"),
+        (HalfSplit, "indexer", "own_keys_ratio2"),
+        (Uncut, "indexer", "own_keys_ratio1"),
+        (Unclamped, "block", "expert_fp4_limit0.5"),
+        (Unclamped, "block", "expert_fp8_limit0.5"),
+        (Sigmoid, "block", "gate_sqrtsoftplus_text"),
+        (Transposed, "block", "hc_pre_post"),
+    ],
+)
+def test_an_inherited_fault_fails(golden: Folder, fault: type[CpuOps], group: str, name: str) -> None:
+    (case,) = select(golden, [group], [name])
+    result = run_case(case, fault())
+    assert result.status == "FAIL" and failing(result), result.text
+
+
+@pytest.mark.parametrize(
+    ("branch", "group", "name"), [(True, "window", "ring_prefill13"), (False, "indexer", "own_keys_ratio2")]
+)
+def test_one_branchs_angles_in_the_other_fail(
+    golden: Folder, monkeypatch: pytest.MonkeyPatch, branch: bool, group: str, name: str
+) -> None:
+    """YaRN in a layer that has a window alone; and a compressed layer without it, at the other theta."""
+    usual = Rotary.for_branch
+    monkeypatch.setattr(Rotary, "for_branch", lambda config, compressed: usual(config, branch))
+    result = run(golden, group, name)
+    assert result.status == "FAIL" and failing(result), result.text
 
 
 def test_the_published_fault_is_told_from_its_repair(remade: Callable[..., Folder]) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from openv41.errors import InputError
 from openv41.model.masters import make_masters
@@ -46,6 +47,30 @@ def test_no_gradient_where_the_index_is_the_target(rng: torch.Generator) -> None
     index = other.detach().masked_fill(~mask, -torch.inf).softmax(1).nan_to_num(0)
     assert loss > 0
     torch.testing.assert_close(gradient, index - target)
+
+
+def told_its_own(scores: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+    """The divergence from a target that is what the index says."""
+    assert target.shape == scores.shape == mask.shape
+    own = scores.detach().masked_fill(~mask, -torch.inf).softmax(1).nan_to_num(0)
+    return divergence(scores, own, mask)
+
+
+def test_in_every_option_an_indexer_that_says_the_target_has_no_gradient(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = learning(seed)
+    lessons = taught(model, seed)
+    indexers = [p for name, p in model.named_parameters() if ".indexer." in name]
+    for target in TARGETS:
+        model.zero_grad()
+        sum(lessons.losses(target).values()).backward()
+        usual = max(float(p.grad.abs().max()) for p in indexers)
+        model.zero_grad()
+        with monkeypatch.context() as patch:
+            patch.setattr("openv41.train.lessons.divergence", told_its_own)
+            sum(lessons.losses(target).values()).backward()
+        assert all(p.grad.abs().max() < 1e-9 * usual for p in indexers), target
 
 
 @pytest.mark.parametrize("numerics", ["plain", "published"])

@@ -1,8 +1,10 @@
 """Whole runs: they learn, they resume to the bit however they ended, and they stop where numbers go wrong."""
 
+import io
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import torch
 
 from openv41.api import load
 from openv41.cli import main
+from openv41.commands.train import _progress
 from openv41.errors import CheckpointError, ConfigError, InputError, TrainingStopped
 from openv41.train import checkpoints
 from openv41.train.data import Pack
@@ -169,6 +172,37 @@ def test_the_command_leaves_a_model_metrics_and_a_curve(tmp_path, capsys):
     assert lines[-1].keys() == {"step", "validation", "bits_per_byte", "seconds"}
     assert main(["train", str(tmp_path / "train.toml")]) == 0
     assert "resuming" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    """Of 80 columns."""
+
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_shows_a_bar_with_the_step_and_the_loss(monkeypatch):
+    """All of it within one line, and a validation above it."""
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    for name, value in {"COLUMNS": "80", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    line = {"step": 70000, "loss": 10.25, "norm": 1.0, "rate": 1e-3, "load": {}, "tokens_per_second": 123456.7}
+    with _progress(100000, 0) as report:
+        report(line)
+        report({"step": 70000, "validation": 2.5, "bits_per_byte": 1.25})
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue())
+    assert re.search("━{10,}.* 70000/100000 loss 10.2500, 123457 tokens/s ", text)
+    assert "step 70000: validation 2.5000, 1.2500 bits per byte" in text
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path, capsys):
+    settings_of(tmp_path)
+    path = tmp_path / "train.toml"
+    path.write_text(path.read_text().replace('folder = "run"', 'folder = "texts.jsonl"'))
+    assert main(["train", str(tmp_path / "train.toml")]) == 2
+    error = capsys.readouterr().err
+    assert f"folder must be one that can be made, got {tmp_path / 'texts.jsonl'}" in error and error.count("\n") == 1
 
 
 def test_a_folder_with_another_run_is_refused(tmp_path):

@@ -6,12 +6,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from openv41.bench import peers
 from openv41.bench.case import Case
 from openv41.bench.kernels_attend import BATCHES, SOME, Inputs, inputs
 from openv41.ops import ReferenceOps
 from openv41.ops.hopper.attend_gluon import attend_gluon
 
 Attend = Callable[..., Tensor]
+
+AIMS = {
+    "prefill 4,096, P 32,768": 600.0, "decode, batch 1, bf16 rows": 13.5, "decode, batch 16, bf16 rows": 16.0,
+    "decode, batch 64, bf16 rows": 30.0, "decode, batch 128, bf16 rows": 40.0, "decode, batch 1, records": 13.5,
+    "decode, batch 16, records": 16.0, "decode, batch 64, records": 30.0, "decode, batch 128, records": 40.0,
+}  # fmt: skip
+"""Microseconds."""
 
 
 def cases() -> Iterator[Case]:
@@ -35,7 +43,8 @@ def cases() -> Iterator[Case]:
 def _case(name: str, made: Inputs, call: Attend, graph: bool) -> Case:
     return Case(
         "sparse attention, Gluon", name, partial(call, *made.given(), made.scale), partial(_error, made, call), 1e-2,
-        made.bytes(), 2 * made.products(), graph=graph,
+        made.bytes(), 2 * made.products(), graph=graph, aim_us=AIMS.get(name),
+        peers=peers.of_attention(*made.given(), made.scale),
     )  # fmt: skip
 
 

@@ -21,6 +21,10 @@ ROWS = ((1, 1048576), (128, 131072), (128, 1048576), (4096, 32768), (4096, 13107
 SCORE_AIM = {(4096, 32768): 1250.0, (128, 131072): 498.0}
 SELECT_AIM = {(4096, 32768): 1500.0, (128, 131072): 450.0}
 PICK_AIM = {(1, 1048576): 36.0, (128, 131072): 65.0, (4096, 32768): 300.0}
+SPREAD = ((1, CHUNK, 32768), (128, 1, 131072))
+"""Slots, tokens of each and keys of the cases whose groups of 32 channels lie about an octave apart: prefill is then
+scored by groups."""
+
 SOME = 2
 """Tokens whose scores and picks are compared with the reference."""
 
@@ -29,6 +33,8 @@ def cases(device: str = "cuda") -> Iterator[Case]:
     """Everything is bit-equal to the reference."""
     for p in PREFILL:
         yield from Inputs(1, CHUNK, p, device).cases()
+    for slots, length, p in SPREAD:
+        yield from Inputs(slots, length, p, device, octaves=1.0).scores_alone()
     for slots, p in DECODE:
         yield from Inputs(slots, 1, p, device).cases()
     for n, p in ROWS:
@@ -36,17 +42,18 @@ def cases(device: str = "cuda") -> Iterator[Case]:
 
 
 class Inputs:
-    """`slots` sequences of `p` keys each, in pages in disorder, and a run of `length` tokens of each."""
+    """`slots` sequences of `p` keys each, in pages in disorder, and a run of `length` tokens of each. Groups of 32 are
+    scaled by 2^(octaves N(0, 1))."""
 
-    def __init__(self, slots: int, length: int, p: int, device: str) -> None:
-        self.draw = torch.Generator(device).manual_seed(0)
+    def __init__(self, slots: int, length: int, p: int, device: str, octaves: float = 0.0) -> None:
+        self.draw, self.octaves = torch.Generator(device).manual_seed(0), octaves
         self.slots, self.length, self.p, self.n = slots, length, p, slots * length
         held = -(-p // PAGE)
         self.pages = torch.randperm(slots * held, generator=self.draw, device=device).view(slots, held)
-        some = INDEX.to_records(self._randn(8192, WIDTH))
+        some = INDEX.to_records(self._vectors(8192))
         picked = torch.randint(8192, (slots * held * PAGE,), generator=self.draw, device=device)
         self.table = operands.KeyTable(some[picked], self.pages, PAGE)
-        self.q = INDEX.round(self._randn(self.n, HEADS, WIDTH))
+        self.q = INDEX.round(self._vectors(self.n, HEADS))
         self.weights = self._randn(self.n, HEADS)
         self.slot = torch.arange(slots, device=device).repeat_interleave(length)
         self.visible = torch.full((self.n,), p, dtype=torch.int64, device=device)
@@ -55,18 +62,31 @@ class Inputs:
     def _randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.draw, device=self.draw.device).bfloat16()
 
+    def _vectors(self, *shape: int) -> Tensor:
+        x = self._randn(*shape, WIDTH)
+        if not self.octaves:
+            return x
+        scales = torch.exp2(self._randn(*shape, WIDTH // 32).float() * self.octaves)
+        return (x * scales.repeat_interleave(32, -1)).bfloat16()
+
     @property
     def name(self) -> str:
-        return f"decode, batch {self.slots}, P {self.p:,}" if self.length == 1 else f"prefill {self.n:,}, P {self.p:,}"
+        name = f"decode, batch {self.slots}" if self.length == 1 else f"prefill {self.n:,}"
+        return f"{name}, P {self.p:,}" + (f", groups {self.octaves:g} octave apart" if self.octaves else "")
+
+    def scores_alone(self) -> Iterator[Case]:
+        flops = 2.0 * self.n * self.p * HEADS * WIDTH
+        moved = self.slots * self.p * INDEX.record_bytes(WIDTH) + self.q.nbytes + 2.0 * self.n * self.p
+        aim = None if self.octaves else SCORE_AIM.get((self.n, self.p))
+        yield Case("index scores", self.name, self.scores, self.scores_off, 0, moved, fp8_flops=flops,
+                   graph=self.length == 1, aim_us=aim)  # fmt: skip
 
     def cases(self) -> Iterator[Case]:
         size = (self.n, self.p)
         moved = self.slots * self.p * INDEX.record_bytes(WIDTH) + self.q.nbytes
         flops = 2.0 * self.n * self.p * HEADS * WIDTH
-        decodes = self.length == 1
         if self.n * self.p <= 1 << 28:  # scores of 512 MB
-            yield Case("index scores", self.name, self.scores, self.scores_off, 0, moved + 2 * self.n * self.p,
-                       fp8_flops=flops, graph=decodes, aim_us=SCORE_AIM.get(size))  # fmt: skip
+            yield from self.scores_alone()
         yield self._selects("score and pick", {}, moved, flops, SELECT_AIM.get(size))
         yield self._selects("score, pick and keep", {"keep": KEPT}, moved, flops, None)
         if self.p > KEPT * BLOCK:

@@ -34,6 +34,8 @@ CHANCES = (0.0, 0.5, 0.7, 0.9, 1.0)
 LENGTHS: tuple[Length, ...] = (5, "auto")
 OWN = ("off", "own_5", "own_auto")
 """Runs in which the model says what it says; in the others it is made to say the same text."""
+FOR_GPUS = ("fast", "hopper")
+"""Sets of operations that are timed on a GPU where there is one."""
 PROMPT, NEW = 24, 32
 """Tokens of each prompt, and new ones."""
 RULES = "greedy texts with drafts, by the model's own draft and by a synthetic one, are those without, id by id"
@@ -56,21 +58,25 @@ def run(settings: Settings, progress: Callable[[str], None]) -> Report:
         for batch in BATCHES:
             progress(f"timing a batch of {batch}")
             figures += _batch(model, batch, settings.repeats)
-    subject = f"{model.config.n_layers} layers of width {model.config.dim}, {NEW} new tokens a sequence"
+    where = "" if model.embed.weight.device.type == "cpu" else f", on {torch.cuda.get_device_name()}"
+    subject = f"{model.config.n_layers} layers of width {model.config.dim}, {NEW} new tokens a sequence{where}"
     return Report("speculate", subject, settings, agreement, tuple(figures), ABOUT if figures else ())
 
 
 def small_model(ops: str, weights: str | None) -> Transformer:
-    """The small checkpoint with its draft."""
+    """The small checkpoint with its draft; under the operations made for GPUs on one, where there is one."""
+    device = "cuda" if ops in FOR_GPUS and torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         write_tiny(f"{folder}/tiny")
         checkpoint = Checkpoint.open(f"{folder}/tiny")
         config = checkpoint.config
         options: dict[str, Any] = {} if weights is None else {"weights": weights}
-        model = Transformer(config, choose("cpu", ops, "published", **options))
-        load_into(model, checkpoint)
+        with torch.device("meta"):
+            model = Transformer(config, choose(device, ops, "published", **options))
+        load_into(model, checkpoint, device=device)
         if model.lookback is not None:
-            model.lookback.token_map = compress_vocabulary(Tokenizer.open(checkpoint.folder), config.vocab_size)
+            token_map = compress_vocabulary(Tokenizer.open(checkpoint.folder), config.vocab_size)
+            model.lookback.token_map = token_map.to(device)
     return model
 
 
@@ -206,7 +212,7 @@ def first_difference(texts: Sequence[Sequence[int]], others: Sequence[Sequence[i
 
 def margin(model: Transformer, ids: Sequence[int]) -> float:
     """How far apart the two likeliest logits behind these ids are, over the largest of all."""
-    logits = model(Step.pack([(0, 0, list(ids))])).logits[0]
+    logits = model(Step.pack([(0, 0, list(ids))], device=model.embed.weight.device)).logits[0]
     best = logits.topk(2).values
     return float((best[0] - best[1]) / logits.abs().max())
 

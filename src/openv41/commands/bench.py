@@ -4,6 +4,7 @@ import argparse
 import os
 
 from openv41.commands.output import note, print_json, table
+from openv41.errors import InputError
 
 WEIGHTS = ("stored", "bf16", "fp32", "cached")
 
@@ -17,10 +18,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a benchmark (without one: list them)")
     parser.add_argument(
-        "--ops", choices=("cpu", "reference", "hopper"), default="cpu", help="what is timed (default: cpu)"
+        "--ops",
+        choices=("cpu", "reference", "fast", "hopper"),
+        default="cpu",
+        help="what is timed (default: cpu); fast is for speculate alone, there on a GPU if there is one",
     )
     parser.add_argument(
-        "--weights", choices=WEIGHTS, help="how the cpu operations hold them (default: cached, in what is fastest here)"
+        "--weights",
+        choices=WEIGHTS,
+        help="how the cpu and fast operations hold them (default: cached, in what is fastest here)",
     )
     parser.add_argument("--threads", type=_count, metavar="N", help="CPU threads (default: torch's choice)")
     parser.add_argument("--position", type=int, default=1000, metavar="P", help="the token's (default: 1000)")
@@ -49,7 +55,14 @@ def run(args: argparse.Namespace) -> int:
         import torch
 
         torch.set_num_threads(args.threads)
-    weights = args.weights or ("cached" if args.ops == "cpu" else None)
+    if args.ops == "fast" and args.name != "speculate":
+        raise InputError(f"--ops fast goes with speculate, got {args.name}: take cpu, reference or hopper")
+    if args.weights and args.ops not in ("cpu", "fast"):
+        raise InputError(
+            f"--weights goes with --ops cpu and fast, got {args.weights} for {args.ops}, which reads them as they are "
+            "stored: leave it out"
+        )
+    weights = args.weights or ("cached" if args.ops in ("cpu", "fast") else None)
     settings = Settings(args.ops, weights, args.position, args.prompt, args.repeats, not args.skip_reference, args.only)
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if busy > 0.5:
@@ -65,7 +78,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _count(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value

@@ -4,6 +4,8 @@ import argparse
 
 from openv41.commands.output import print_json
 
+CONTEXT = 131_072
+
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser(
@@ -18,7 +20,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--gpus", type=int, required=True, metavar="N")
     parser.add_argument("--memory", type=float, required=True, metavar="GIB", help="of one GPU, in GiB")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs of a group that divide heads (default: 1)")
-    parser.add_argument("--context", type=int, default=131072, metavar="N", help="tokens a sequence (default: 131072)")
+    parser.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        help=f"tokens a sequence (default: {CONTEXT}, or the model's if that is less)",
+    )
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences in all (default: 1)")
     parser.add_argument(
         "--engram", choices=("device", "host", "disk"), default="host", help="where its tables lie (default: host)"
@@ -37,11 +44,13 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if not 0 <= value < 1e9:
             raise InputError(f"--{name} is a number of GiB, 0 or more, got {value}")
+    config = read_config(args.config)
+    context = min(CONTEXT, config.context) if args.context is None else args.context
     plan = Plan(
-        args.gpus, int(args.memory * GIB), args.tp, args.context, args.batch, args.engram, not args.no_draft,
+        args.gpus, int(args.memory * GIB), args.tp, context, args.batch, args.engram, not args.no_draft,
         int(args.reserve * GIB),
     )  # fmt: skip
-    answer = fit(read_config(args.config), plan)
+    answer = fit(config, plan)
     if args.json:
         print_json(answer.to_dict())
     else:

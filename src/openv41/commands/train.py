@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from openv41.train.settings import Settings
 
 WENT_WRONG, BAD_INPUT = 1, 2
+BAR = 24
+"""Columns of the progress bar."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -148,7 +150,8 @@ def _progress(steps: int, done: int) -> Iterator[Callable[[dict[str, Any]], None
         every = max(1, steps // 20)
         yield lambda line: note(_summary(line)) if "validation" in line or line["step"] % every == 0 else None
         return
-    columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
+    # On a terminal of 80 columns all of it has a place.
+    columns = BarColumn(BAR), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=steps, completed=done)
 
@@ -156,7 +159,8 @@ def _progress(steps: int, done: int) -> Iterator[Callable[[dict[str, Any]], None
             if "validation" in line:
                 bar.console.print(_summary(line))
             else:
-                bar.update(task, completed=line["step"], description=_summary(line))
+                said = f"loss {line['loss']:.4f}, {line['tokens_per_second']:.0f} tokens/s"
+                bar.update(task, completed=line["step"], description=said)
 
         yield show
 

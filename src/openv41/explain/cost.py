@@ -195,16 +195,27 @@ class Machine:
         compute = sum((count / self.rates[key] for key, count in cost.flops.items() if count), 0.0)
         return cost.total_bytes / self.bandwidth, compute
 
+    def figures(self, cost: Cost) -> list[str]:
+        """The figures that a floor of this cost rests on, each with its source."""
+        found = [("bandwidth", f"{self.name} moves {self.bandwidth / 1e12:,.6g} TB/s")]
+        for key in FORMATS:
+            if cost.flops[key]:
+                words = key.replace("_", " x ")
+                found.append((key, f"{self.name} multiplies {words} at {self.rates[key] / 1e12:,.6g} TFLOP/s"))
+        return [
+            f"{words} ({self.sources.get(key, 'the machine file does not say from where')})" for key, words in found
+        ]
+
 
 MACHINES = {
     "h200": Machine(
         "h200",
         4.3e12,
-        {"fp4_fp8": 1580e12, "fp8": 1580e12, "bf16": 790e12, "fp32": 67e12},
+        {"fp4_fp8": 1496e12, "fp8": 1496e12, "bf16": 807e12, "fp32": 67e12},
         {
             "bandwidth": "measured: device copy, read and written bytes",
             "bf16": "measured: matrix product",
-            "fp8": "twice bf16, as the tensor cores are built; not measured",
+            "fp8": "measured: matrix product",
             "fp4_fp8": "as fp8: Hopper has no fp4 units",
             "fp32": "data sheet, no tensor cores",
         },

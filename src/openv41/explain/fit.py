@@ -14,7 +14,8 @@ from openv41.config import Config
 from openv41.errors import InputError
 from openv41.explain.ledger import STACKED
 from openv41.explain.scene import Scene, counted_model
-from openv41.model.indexer import SCORE_BYTES, bytes_of_score
+from openv41.model.picking import bytes_of_score
+from openv41.ops.pieces import BYTES
 from openv41.state import Cache
 from openv41.state.kinds import bytes_of_slot
 
@@ -30,7 +31,7 @@ ASSUMPTIONS = (
     "groups share the sequences; within a group every GPU keeps all of its sequences' state, because one vector a "
     "position is key and value of all heads",
     "state in packed records, in pages; a ring's slack is that of a draft if there is one",
-    f"scores of one call take {SCORE_BYTES >> 20} MiB, or one token's if that is more",
+    f"a GPU works in pieces of {BYTES >> 20:,} MiB at most: index scores take that, or one token's if that is more",
     f"activations: the widest call's inputs and outputs for {CHUNK:,} tokens, three times",
     "Engram's table lies on the devices (divided among all), in host memory, or in a mapped file on disk",
 )
@@ -179,7 +180,7 @@ def _scores(config: Config, context: int) -> int:
     if not config.index_source_layers:
         return 0
     ratios = [config.compress_ratios[layer] for layer in config.index_source_layers]
-    return max(SCORE_BYTES, context // min(ratios) * bytes_of_score(config.index_n_heads))
+    return max(BYTES, context // min(ratios) * bytes_of_score(config.index_n_heads))
 
 
 GROUPED = (".wq_b.", ".wo_a.", ".wo_b.", ".attn_sink", ".shared_experts.", "embed.weight", "head.weight")

@@ -156,7 +156,7 @@ def explain(
         cost.to_dict(machine),
         _shares(parts, machine) if whole else [],
         evidence_of(config, component.statements(config, row)),
-        _notes(component, question, bool(prompt)),
+        _notes(component, question, bool(prompt)) + machine.figures(cost),
     )
 
 
@@ -382,10 +382,12 @@ def _picture(config: Config, question: Question, component: Component, row: Laye
         "width": width, "height": height, "resized": [size.width, size.height], "patches": [size.rows, size.columns],
         "cells": [size.cell_rows, size.cell_columns], "tokens": size.tokens,
     }  # fmt: skip
+    cost = sum((Cost.of(span) for span in spans), Cost())
     return Panel(
         question, component.title, None, None, "prefill", 0, size.tokens, question.batch, inputs, outputs,
-        _parameters(config, component, row), [], sum((Cost.of(span) for span in spans), Cost()).to_dict(machine), [],
-        evidence_of(config, component.statements(config, row)), _notes(component, question, False), image,
+        _parameters(config, component, row), [], cost.to_dict(machine), [],
+        evidence_of(config, component.statements(config, row)),
+        _notes(component, question, False) + machine.figures(cost), image,
     )  # fmt: skip
 
 

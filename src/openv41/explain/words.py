@@ -69,7 +69,7 @@ def far_words(config: Config, row: LayerPlan) -> list[Statement]:
                     f"It picks anew,{inside} with queries of its own against the index keys that layer "
                     f"{row.latents_from} left: it makes no keys and no latents, so its indexer has no key projection.",
                     ("index_source_layers", "candidate_source_layer"),
-                    (far + "Rescorer", "model.indexer:Indexer._pick_inside"),
+                    (far + "Rescorer", "model.picking:_pick_inside"),
                 )
             ]
         case Role.READER:
@@ -170,7 +170,7 @@ def indexer_words(config: Config, row: LayerPlan) -> list[Statement]:
         Statement(
             "Up to so many visible positions, all are picked and nothing is scored.",
             ("index_topk",),
-            ("model.indexer:Indexer.forward",),
+            ("model.picking:by_runs",),
         ),
     ]
     if row.within is not None:
@@ -179,7 +179,7 @@ def indexer_words(config: Config, row: LayerPlan) -> list[Statement]:
                 f"Far from the start it scores the {config.candidate_topk_blocks * config.candidate_block_size} "
                 "candidate positions alone.",
                 ("candidate_topk_blocks", "candidate_block_size"),
-                ("model.indexer:Indexer._pick_inside",),
+                ("model.picking:_pick_inside",),
             )
         )
     return statements
@@ -191,7 +191,7 @@ def candidate_words(config: Config, row: LayerPlan) -> list[Statement]:
             f"A block of {config.candidate_block_size} positions counts by its best score; the newest block always "
             f"stays, and {config.candidate_topk_blocks} are kept. It costs no product: scores are there already.",
             ("candidate_topk_blocks", "candidate_block_size", "candidate_source_layer"),
-            ("ops.reference:ReferenceOps.pick_blocks", "model.indexer:Indexer._keep"),
+            ("ops.reference:ReferenceOps.pick_blocks", "model.picking:_keep"),
         )
     ]
 

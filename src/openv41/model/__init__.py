@@ -1,5 +1,5 @@
 """The textbook. Read it in this order: streams, layers, attention, far, compressor, indexer, experts, engram, block,
-vision, transformer, draft.
+vision, transformer, draft; and `picking`, the ways to an indexer's picks, last.
 
 One legend of letters for every shape: `n` tokens in this step, `t` rows attended to, `h` heads, `d` head dim, `dim`
 model width, `m` streams, `k` picks, `e` experts, `i` index heads, `c` index dim, `r` low rank, `g` output groups,

@@ -111,8 +111,9 @@ class Step:
         `wanted`: "last" asks for the logits of each run's last token, "all" for every token's, "none" for none.
         `prompts`: for slots whose part is a piece of a longer prompt, the position at which the prompt ends. The
         upper layers then run only what can still matter there; "last" asks nothing of a piece that is not the last.
-        Raises `InputError` for an empty part, a slot named twice, a negative start, nothing at all, or features that
-        are not as many as the image tokens.
+        Raises `InputError` for an empty part, a slot named twice, a negative start, nothing at all, features that are
+        not as many as the image tokens, or a negative id, which would be read from the end of the vocabulary. Ids that
+        lie on a device already are not looked at: to ask for one number would be to wait for it.
         """
         runs: list[Run] = []
         ids: list[Tensor] = []
@@ -137,6 +138,8 @@ class Step:
         start_of, slot_of = (np.repeat([getattr(run, name) for run in runs], lengths) for name in ("start", "slot"))
         position_of = np.concatenate([np.arange(run.start, run.end) for run in runs])
         slots, starts, positions = on_device((slot_of, start_of, position_of), device)
+        if (host := [piece for piece in ids if piece.is_cpu]) and (least := int(torch.cat(host).min())) < 0:
+            raise InputError(f"a token's id must be 0 or more, got {least}")
         if len({piece.device for piece in ids}) > 1:
             ids = [piece.to(device) for piece in ids]
         rows = torch.arange(first, device=device)

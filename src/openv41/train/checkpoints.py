@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from openv41.config import Config, SpecialIds
-from openv41.errors import CheckpointError
+from openv41.errors import CheckpointError, ConfigError
 from openv41.weights.write import Source, write_checkpoint
 
 STATE = "training.pt"
@@ -70,8 +70,12 @@ def load(run: Path, step: int) -> dict[str, Any]:
     return state
 
 
-def sweep(run: Path) -> None:
-    """Remove what a process that was killed left half written."""
+def prepare(run: Path) -> None:
+    """Make the run's folder where there is none, and remove what a process that was killed left half written in it."""
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"folder must be one that can be made, got {run} ({error.strerror}); give another") from None
     for ending in ("partial", "removed"):
         for path in (run / "checkpoints").glob(f".step-*.{ending}"):
             shutil.rmtree(path, ignore_errors=True)

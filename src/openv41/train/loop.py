@@ -84,8 +84,7 @@ class Training:
         record, until = self.settings.record, time.monotonic() + seconds
         self._check_together()
         if self.writes:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            checkpoints.sweep(self.folder)
+            checkpoints.prepare(self.folder)
         with _Lines(self.folder / METRICS if self.writes else None, self.step, report) as lines:
             while self.step < self.settings.steps and self.processes.agree(time.monotonic() < until):
                 lines.write(self.advance())

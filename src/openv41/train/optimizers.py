@@ -6,7 +6,8 @@
     tables      n-gram tables, at their own rate; rows that no token looked up cost nothing     SparseAdam
     balance     the routers' selection biases: moved by `Routing.move_bias`, by no gradient     -
 
-PyTorch's own optimizers throughout. A parameter without a gradient is left as it is: no decay, no momentum.
+PyTorch's own optimizers throughout, on a GPU Muon for many matrices at once (`openv41.train.muon`). A parameter without
+a gradient is left as it is: no decay, no momentum.
 
 Of several processes each moves its own rows (see `openv41.train.parallel`), and replicas as all do. Muon needs whole
 matrices, so a matrix is put together for it: it moves as it would in one process. Experts are whole as they are.

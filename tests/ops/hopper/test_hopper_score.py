@@ -10,8 +10,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+import numpy
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from openv41.errors import OpsError
@@ -19,6 +21,8 @@ from openv41.formats import INDEX
 from openv41.model.indexer import Indexer, Keys, Picks
 from openv41.ops import choose
 from openv41.ops.hopper import operands, pick, score, select
+from openv41.ops.kernels import score as kernels
+from openv41.ops.kernels.interpreted import product
 from openv41.ops.reference import ReferenceOps
 from openv41.state import Cache, Paged
 from tests.small import small_config, small_model, tokens
@@ -38,8 +42,11 @@ def index_weights(shape: Sequence[int], rng: torch.Generator) -> Tensor:
     return torch.randn(*shape, generator=rng).bfloat16()
 
 
+AT_ONCE, BY_GROUPS, EXACTLY = (int(way.value) for way in (kernels.AT_ONCE, kernels.BY_GROUPS, kernels.EXACTLY))
+
+
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Collects which tiles each launch of scores leaves to the exact kernel."""
+    """Collects the ways in which each launch of scores does its tiles."""
     seen: list[Tensor] = []
     rest = score._score_rest
 
@@ -62,7 +69,7 @@ def test_scores_are_the_references_bits(heads: int, width: int, rng: torch.Gener
     for given in (keys, INDEX.to_records(keys)):
         got = score.index_scores(q.to(DEVICE), weights.to(DEVICE), given.to(DEVICE), tiling)
         assert torch.equal(got.cpu(), wanted)
-    assert len(left) == 2 and all(not todo.all() for todo in left), "some tiles were left to fp8"
+    assert len(left) == 2 and all((todo == AT_ONCE).any() for todo in left), "some tiles were left to fp8"
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["ready", "stored"])
@@ -75,10 +82,10 @@ def test_scores_that_fp8_would_get_wrong(stored: bool, rng: torch.Generator, mon
     left = noted(monkeypatch)
     wanted = REFERENCE.index_scores(q, weights, keys)
     assert torch.equal(scores_of(q, weights, keys, stored), wanted)
-    assert left[0].any(), "none of the tiles was left to the exact kernel"
+    assert (left[0] == EXACTLY).any(), "none of the tiles was left to the exact kernel"
 
 
-def scores_of(q: Tensor, weights: Tensor, keys: Tensor, stored: bool) -> Tensor:
+def scores_of(q: Tensor, weights: Tensor, keys: Tensor, stored: bool, within: Tensor | None = None) -> Tensor:
     """Scores against records, made ready first or read as they lie, in pages in disorder."""
     n, p, page = len(q), len(keys), 8
     pages = torch.arange(-(-p // page)).flip(0).unsqueeze(0)
@@ -87,7 +94,7 @@ def scores_of(q: Tensor, weights: Tensor, keys: Tensor, stored: bool) -> Tensor:
     held = operands.KeyTable(INDEX.to_records(table).to(DEVICE), pages.to(DEVICE), page)
     queries = operands.encode_queries("test", q.to(DEVICE), weights.to(DEVICE))
     slots = torch.zeros(n, dtype=torch.int64, device=DEVICE)
-    some = score.Tokens(slots, slots + p, n)
+    some = score.Tokens(slots, slots + p, n, 8, None if within is None else within.to(DEVICE))
     scores = torch.full((n, p), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     if stored:
         score.score_stored(queries, some, held, p, scores)
@@ -109,6 +116,135 @@ def test_sums_of_fourteen_bits_lose_nothing(stored: bool, rng: torch.Generator, 
     wanted = REFERENCE.index_scores(q.bfloat16(), weights, keys.bfloat16())
     assert torch.equal(scores_of(q.bfloat16(), weights, keys.bfloat16(), stored), wanted)
     assert not left[0].any() and (q[0] @ keys.T).max() * 4 > 2**12
+
+
+def as_hopper_adds(a: tl.tensor, b: tl.tensor, total: tl.tensor, precision: str) -> tl.tensor:
+    """A product of matrices as Hopper's tensor cores take it in fp8: 32 terms at a time are aligned with the largest of
+    them and of the sum so far, and what is below 13 bits of that is cut off. Others as they are."""
+    if a.dtype != tl.float8e4nv:
+        return product(a, b, total, precision)
+    left, right = (x.to(tl.float32).handle.data.astype(numpy.float64) for x in (a, b))
+    sums = total.handle.data.astype(numpy.float64)
+    for first in range(0, left.shape[1], 32):
+        some = slice(first, first + 32)
+        terms = left[:, None, some] * right.T[None, :, some]
+        size = exponents(left)[:, None, some] + exponents(right).T[None, :, some]
+        top = numpy.maximum(numpy.where(terms == 0, -99, size).max(2), numpy.where(sums == 0, -99, exponents(sums)))
+        grid = numpy.exp2(top - 13.0)
+        sums = (numpy.trunc(terms / grid[..., None]).sum(2) + numpy.trunc(sums / grid)) * grid
+        rest = numpy.exp2(exponents(sums) - 13.0)
+        sums = numpy.trunc(sums / rest) * rest
+    made = total + 0.0
+    made.handle.data = sums.astype(numpy.float32)
+    return made
+
+
+def exponents(x: numpy.ndarray) -> numpy.ndarray:
+    """Of e4m3 values, as a multiplier sees them: of subnormal ones the smallest that there is."""
+    return numpy.maximum(numpy.frexp(x)[1] - 1, -6)
+
+
+@pytest.fixture
+def fourteen_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor cores, or what stands in for them where there are none."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(kernels, "product", as_hopper_adds)
+
+
+@pytest.mark.usefixtures("fourteen_bits")
+@pytest.mark.parametrize(
+    ("octaves", "n", "heads", "p"), [(0.5, 9, 2, 65), (1.0, 3, 32, 70), (2.0, 9, 2, 65), (4.0, 2, 8, 66)]
+)
+def test_groups_octaves_apart(octaves: float, n: int, heads: int, p: int, rng: torch.Generator, monkeypatch) -> None:
+    """By tensor cores that add in 14 bits: up to an octave nothing is left to the exact kernel. With candidates."""
+    q, keys = on_grid((n, heads, 128), octaves, rng), on_grid((p, 128), octaves, rng)
+    keys[7] = 0
+    keys[9, :32] = 0
+    weights = index_weights((n, heads), rng)
+    within = torch.rand(n, -(-p // 8), generator=rng) < 0.5
+    inside = within.repeat_interleave(8, 1)[:, :p]
+    wanted = REFERENCE.index_scores(q, weights, keys).masked_fill(~inside, -torch.inf)
+    left = noted(monkeypatch)
+    for stored in (False, True):
+        assert torch.equal(scores_of(q, weights, keys, stored, within), wanted)
+    ways = [set(todo.flatten().tolist()) for todo in left]
+    if octaves == 1.0:
+        assert ways == [{BY_GROUPS}, {AT_ONCE}]
+    assert (EXACTLY in ways[0] or EXACTLY in ways[1]) == (octaves > 1.0)
+
+
+def sharp_case(octaves: int, rest: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """A query and a key, nearly parallel, whose first groups' product is 279 x 2^(4 + 2 octaves), in the middle between
+    two bf16 numbers; each of the three other groups adds a small integer. Their lengths' product is 2 % more than the
+    first groups' product, in units both of their lowest bits and of the key's smallest scale."""
+    q, keys = torch.zeros(1, 2, 128), torch.zeros(1, 128)
+    q[0, 0, :31] = keys[0, :31] = 12 * 2.0**octaves
+    keys[0, 31] = 12 * 2.0**octaves
+    for group, number in enumerate(rest, 1):
+        q[0, 0, 32 * group] = 1
+        keys[0, 32 * group], keys[0, 32 * group + 1] = number, 12
+    return (q / 2).bfloat16(), torch.ones(1, 2).bfloat16(), (keys / 2).bfloat16()
+
+
+@pytest.mark.usefixtures("fourteen_bits")
+@pytest.mark.parametrize(
+    ("bound", "octaves", "rest", "stored"),
+    [("PRODUCT_MOST", 1, (-1, 0, 0), False), ("SUM_MOST", 6, (-2, 1, -1), False), ("SUM_MOST", 6, (-2, 1, -1), True)],
+)
+def test_bounds_are_as_wide_as_they_may_be(bound: str, octaves: int, rest, stored: bool, monkeypatch) -> None:
+    """What is done one way an octave below the bound is done the next way here; and if the bound on the lengths'
+    product were twice as large, the score would be wrong."""
+    left = noted(monkeypatch)
+    fine = AT_ONCE if stored or bound == "PRODUCT_MOST" else BY_GROUPS
+    for fewer in (1, 0):
+        q, weights, keys = sharp_case(octaves - fewer, rest)
+        assert torch.equal(scores_of(q, weights, keys, stored), REFERENCE.index_scores(q, weights, keys))
+    assert [todo.item() for todo in left] == [fine, BY_GROUPS if bound == "PRODUCT_MOST" else EXACTLY]
+    if DEVICE == "cuda":
+        return  # a kernel's constants are as it was compiled
+    monkeypatch.setattr(kernels, bound, tl.constexpr(4 * getattr(kernels, bound).value))
+    assert not torch.equal(scores_of(q, weights, keys, stored), REFERENCE.index_scores(q, weights, keys))
+    assert left[-1].item() == fine
+
+
+def test_runs_of_two_slots_by_groups(rng: torch.Generator, monkeypatch) -> None:
+    """Each run has its own keys; one program takes a chunk of the tile at once, and the other one by groups."""
+    monkeypatch.setattr(score, "_ways", lambda tiles, chunks: 1)
+    q, weights = on_grid((4, 2, 64), 0.0, rng), index_weights((4, 2), rng)
+    keys = on_grid((2, 70, 64), 0.0, rng)
+    keys[:, 64:, :32] *= 2.0**6
+    pages = torch.arange(2).unsqueeze(1)
+    held = operands.KeyTable(torch.cat([keys, keys[:, :10]], 1).view(160, 64).to(DEVICE), pages.to(DEVICE), 80)
+    queries, slots = operands.encode_queries("test", q.to(DEVICE), weights.to(DEVICE)), torch.tensor([1, 1, 0, 0])
+    left, scores = noted(monkeypatch), torch.full((4, 70), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    some = score.Tokens(slots.to(DEVICE), torch.full((4,), 70, device=DEVICE), 2)
+    ready = operands.make_ready(held, some.slots, 2, 2, 70, 64)
+    score.score_ready(queries, some, held, ready, 70, scores, score.Tiling(8, 64, 64))
+    assert left[0].tolist() == [[AT_ONCE, BY_GROUPS]] * 2
+    wanted = [REFERENCE.index_scores(q[t : t + 1], weights[t : t + 1], keys[slots[t]]) for t in range(4)]
+    assert torch.equal(scores.cpu(), torch.cat(wanted))
+
+
+@pytest.mark.parametrize(("stored", "exponent"), [(False, -70), (True, 40)])
+def test_weights_of_unusual_size(stored: bool, exponent: int, rng: torch.Generator, monkeypatch) -> None:
+    q, keys, weights = on_grid((1, 2, 32), 0.0, rng), on_grid((5, 32), 0.0, rng), index_weights((1, 2), rng)
+    weights[0, 1] = 2.0**exponent
+    left = noted(monkeypatch)
+    assert torch.equal(scores_of(q, weights, keys, stored), REFERENCE.index_scores(q, weights, keys))
+    assert left[0].item() == EXACTLY
+
+
+def test_rows_are_codes_as_far_as_e4m3_reaches() -> None:
+    """Groups up to 14 octaves apart; a group that is no fp4 group is refused, whatever its row's length."""
+    rows = torch.zeros(70, 64)
+    octaves = torch.arange(20)
+    rows[:20, 0], rows[:20, 32] = torch.exp2(octaves.float()) * 6, 0.5
+    rows[20, 0], rows[20, 1] = 448.0, 1.0
+    ready = operands.make_ready(operands.KeyTable.in_order(rows.bfloat16().to(DEVICE)), None, 1, 1, 70, 64)
+    norms, values = ready.norms[0].cpu(), (ready.codes[0].float() * ready.units[0].unsqueeze(1)).cpu()
+    assert torch.equal(norms[:15], (4.0 ** (octaves[:15] + 1)) * 36 + 1) and norms[15:21].isinf().all()
+    assert torch.equal(values[:15], rows[:15]) and not norms[21:].any()
+    assert (norms[:15] * norms[:15] < kernels.SUM_MOST.value).tolist() == [o <= 8 for o in range(15)]
 
 
 def test_ready_keys_are_padded_to_whole_tiles(rng: torch.Generator) -> None:
@@ -212,9 +348,9 @@ def select_as(indexer: Indexer, x, qr, step, keys: Sequence[Keys], within, k: in
 def test_a_small_budget_changes_nothing(packed: bool, rng: torch.Generator) -> None:
     """A long run in pieces, and several runs that are taken in turn: 40 positions of one slot, then of another."""
     n, most, page = 7, 40, 8
-    q, weights = on_grid((n, 2, 32), 0.5, rng), index_weights((n, 2), rng)
+    q, weights = on_grid((n, 2, 64), 1.0, rng), index_weights((n, 2), rng)
     pages = torch.randperm(11, generator=rng)[:10].view(2, 5)
-    keys = on_grid((11 * page, 32), 0.5, rng)
+    keys = on_grid((11 * page, 64), 1.0, rng)
     slot = torch.tensor([1, 1, 1, 1, 1, 0, 0])
     visible = torch.tensor([36, 37, 38, 39, 40, 3, 4])
     rows = (pages.unsqueeze(2) * page + torch.arange(page)).flatten(1)[:, :most]  # [slots, most]
@@ -251,7 +387,7 @@ def test_what_is_not_supported_is_said() -> None:
 
 def test_compiled_for_hopper() -> None:
     """On any machine: nothing spills, scores are taken in fp8 on tensor cores, exact ones in bf16."""
-    names = ["score_prepared", "score_records", "score_exactly", "encode_rows", "pick_rows", "coarsen"]
+    names = ["score_prepared", "score_grouped", "score_records", "score_exactly", "encode_rows", "pick_rows", "coarsen"]
     code = (
         "import json; from openv41.ops.hopper import compiled, score;"
         "print(json.dumps({one.name: [found.stack, dict(found.instructions)] for one in score.SPECIMENS"
@@ -264,8 +400,10 @@ def test_compiled_for_hopper() -> None:
     assert sorted(found) == sorted(names)
     assert {name: stack for name, (stack, _) in found.items() if stack} == {}
     for name, (_, counts) in found.items():
-        wanted = {"score_prepared": "QGMMA", "score_records": "QGMMA", "score_exactly": "HGMMA"}.get(name)
-        assert wanted is None or counts.get(wanted, 0) > 0, name
+        wanted = {"score_exactly": "HGMMA", "encode_rows": "", "pick_rows": "", "coarsen": ""}.get(name, "QGMMA")
+        assert not wanted or counts.get(wanted, 0) > 0, name
+    # Two halves of a tile, each a product of four groups that are added outside: none was put into another's sum.
+    assert found["score_grouped"][1]["QGMMA"] == 2 * 4 and found["score_grouped"][1]["FADD"] >= 2 * 3 * 32
     # Records begin at multiples of four bytes: 17 copies a key, before the loop and in it. Wider ones would fault.
     assert found["score_records"][1]["LDGSTS"] == 2 * 17
 
@@ -274,15 +412,18 @@ def test_compiled_for_hopper() -> None:
 
 
 @pytest.mark.gpu
-def test_packed_instructions_equal_plain_ones(rng: torch.Generator, monkeypatch) -> None:
-    q, keys = on_grid((64, 32, 128), 0.5, rng), on_grid((4096, 128), 0.5, rng)
+@pytest.mark.parametrize(("octaves", "way"), [(0.0, AT_ONCE), (1.0, BY_GROUPS), (4.0, EXACTLY)])
+def test_packed_instructions_equal_plain_ones(octaves: float, way: int, rng: torch.Generator, monkeypatch) -> None:
+    q, keys = on_grid((64, 32, 128), octaves, rng), on_grid((4096, 128), octaves, rng)
     weights = index_weights((64, 32), rng)
+    left = noted(monkeypatch)
     packed = [scores_of(q, weights, keys, stored) for stored in (False, True)]
     monkeypatch.setattr(score, "PTX", False)
     plain = [scores_of(q, weights, keys, stored) for stored in (False, True)]
     assert torch.equal(packed[0], packed[1])
     assert torch.equal(packed[0], plain[0]) and torch.equal(packed[1], plain[1])
     assert torch.equal(packed[0], REFERENCE.index_scores(q, weights, keys))
+    assert (left[0] == way).all()
 
 
 @pytest.mark.gpu

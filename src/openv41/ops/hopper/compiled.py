@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 MODULES = ("attend", "attend_gluon", "backward", "score", "rows", "products", "sinkhorn")
 """Launch modules of this package whose kernels are compiled; those that are not there yet are left out."""
 
-COUNTED = ("HGMMA", "QGMMA", "HMMA", "WARPGROUP", "LDL", "STL", "LDG", "LDGSTS", "LDSM", "STG", "BAR", "PRMT")
+COUNTED = ("HGMMA", "QGMMA", "HMMA", "WARPGROUP", "LDL", "STL", "LDG", "LDGSTS", "LDSM", "STG", "BAR", "PRMT", "FADD")
 """Instructions told apart: HGMMA and QGMMA are Hopper's matrix products, LDL and STL are spills."""
 
 

@@ -85,6 +85,7 @@ def score_ready(
         tiles_a_run, length, width, ready.padded, _blocks(tokens), scores.stride(0),
         **_shape(queries, tokens, tiling), STAGES=tiling.stages, PTX=PTX, num_warps=tiling.warps,
     )  # fmt: skip
+    _score_groups(queries, tokens, ready, width, scores, todo, tiling)
     _score_rest(queries, tokens, table, width, scores, todo, tiling)
 
 
@@ -107,13 +108,40 @@ def score_stored(
     _score_rest(queries, tokens, table, width, scores, todo, tiling)
 
 
+def _score_groups(
+    queries: Queries, tokens: Tokens, ready: Ready, width: int, scores: Tensor, todo: Tensor, tiling: Tiling
+) -> None:
+    """The chunks whose groups are too far apart for one product in fp8. Where there are none, every program finds that
+    out and is done."""
+    tiles, chunks = todo.shape
+    score.score_grouped[(tiles, _ways(tiles, chunks))](
+        queries.codes, queries.units, queries.weights, ready.codes, ready.units,
+        tokens.visible, _bytes(tokens.within), scores, todo, chunks,
+        triton.cdiv(tokens.run_length, tiling.queries), tokens.run_length, width, ready.padded, _blocks(tokens),
+        scores.stride(0),
+        **_shape(queries, tokens, tiling), TOGETHER=_together(queries.heads, tiling.queries), STAGES=tiling.stages,
+        PTX=PTX, num_warps=tiling.warps,
+    )  # fmt: skip
+
+
+def _together(heads: int, queries: int) -> int:
+    """Queries of a tile that are multiplied by groups at a time: 64 columns, of which the accumulators of four groups
+    take half of the registers."""
+    return min(queries, max(1, 64 // heads))
+
+
+def _ways(tiles: int, chunks: int) -> int:
+    """Programs among which the chunks of a tile are divided where few may have anything to do."""
+    return min(chunks, triton.cdiv(4 * PROCESSORS, tiles))
+
+
 def _score_rest(
     queries: Queries, tokens: Tokens, table: KeyTable, width: int, scores: Tensor, todo: Tensor, tiling: Tiling
 ) -> None:
-    """The tiles that fp8 may get wrong. Mostly there are none, and every program finds that out and is done."""
+    """The chunks that fp8 may get wrong in either way. Mostly there are none."""
     tiles, chunks = todo.shape
     together = max(1, COLUMNS // queries.heads)
-    score.score_exactly[(tiles, min(chunks, triton.cdiv(4 * PROCESSORS, tiles)))](
+    score.score_exactly[(tiles, _ways(tiles, chunks))](
         queries.q, queries.weights, table.table, tokens.slots, table.pages, tokens.lists, tokens.visible,
         _bytes(tokens.within), scores, todo, chunks,
         triton.cdiv(tokens.run_length, tiling.queries), tokens.run_length, width, table.pages.stride(0),
@@ -200,6 +228,9 @@ SPECIMENS = [
     *pick.SPECIMENS,
     _specimen("score_prepared", score.score_prepared, 4, 3, {}, **_LONG, BLOCK=0, STAGES=3, PTX=True, within=None),
     _specimen("score_prepared, candidates", score.score_prepared, 4, 3, {}, **_LONG, BLOCK=8, STAGES=3, PTX=True),
+    _specimen(
+        "score_grouped", score.score_grouped, 4, 3, {}, **_LONG, TOGETHER=2, BLOCK=0, STAGES=3, PTX=True, within=None
+    ),
     _specimen("score_records", score.score_records, 4, 2, {}, _FOUR_PROGRAMS, **_SINGLE, LISTED=0, lists=None),
     _specimen("score_records, listed", score.score_records, 4, 2, {}, _FOUR_PROGRAMS, **_SINGLE, LISTED=8),
     _specimen(

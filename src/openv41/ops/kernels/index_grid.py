@@ -1,9 +1,13 @@
 """Index queries and keys on grids that tensor cores sum exactly, and the reference's way of adding heads up.
 
-A row on the fp4 grid is a power of two, its `unit`, times integers of two significant bits. Where these fit into e4m3,
-a row is its codes and its unit, and a product of two rows is an integer times both units. Hopper adds fp8 products in
-14 bits: nothing is lost as long as every partial sum is an integer below 2^14. The product of the rows' lengths bounds
-them all (Cauchy and Schwarz), so a row's squared length, its `norm`, tells which products may be taken in fp8.
+A row on the fp4 grid is a power of two, its lowest bit, times integers of two significant bits. Where these, times a
+power of two, fit into e4m3, a row is its codes and its `unit`. A product of two rows is an integer times both lowest
+bits. Hopper adds fp8 products in 14 bits: nothing is lost as long as every partial sum is an integer below 2^14. The
+product of the rows' lengths bounds them all (Cauchy and Schwarz), so a row's squared length in lowest bits, its `norm`,
+tells which products may be taken in fp8.
+
+A group of 32 channels has one scale: its own integers are 12 at most, and a product of two groups always fits. Sums of
+these are integers too, which float32 holds below 2^24.
 """
 
 import triton
@@ -24,6 +28,12 @@ ROUND_PAIR = tl.constexpr("""{
 
 ROWS = tl.constexpr(64)
 """Rows of which the largest norm is one entry of `peaks`."""
+
+GROUP_MOST = tl.constexpr(2.0**13)
+"""Squared length of a group of 32 in its own lowest bit, at most; 32 integers up to 12 have 4,608."""
+
+TOP = tl.constexpr(8)
+"""The exponent of e4m3's largest codes. The smallest is 2^-9: groups of one row may lie 14 octaves apart."""
 
 UNIT_LEAST = tl.constexpr(2.0**-30)
 UNIT_MOST = tl.constexpr(2.0**30)
@@ -70,14 +80,25 @@ def lowest_bit(values):
 
 
 @triton.jit
+def unit_of(low, top):
+    """Units of rows whose lowest bit and largest magnitude are given, and how many octaves they lie above the lowest
+    bit: none, unless the largest code would be too large."""
+    bits = low.to(tl.int32, bitcast=True)
+    octaves = tl.maximum(((top.to(tl.int32, bitcast=True) - bits) >> 23) - TOP, 0)
+    unit = (bits + (octaves << 23)).to(tl.float32, bitcast=True)
+    fits = (low >= UNIT_LEAST) & (unit <= UNIT_MOST)
+    return tl.where(fits, unit, 1.0), tl.where(fits, octaves, 0)
+
+
+@triton.jit
 def encode_rows(
     table, slots, pages, codes, units, norms, peaks,
     first, count, pages_held, padded,
     RECORDS: tl.constexpr, PER_PAGE: tl.constexpr, WIDTH: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """e4m3 codes, unit and norm of `ROWS` rows; the norm is infinite where a row does not fit. `peaks`: the largest
-    norm of the program's rows. Program (i, j) takes rows i * ROWS, ... of the first `count` of slot `slots[first * j]`;
-    what lies behind them, up to `padded`, is filled with zero."""
+    """e4m3 codes, unit and norm of `ROWS` rows; the norm is infinite where a row, or one of its groups by itself, does
+    not fit. `peaks`: the largest norm of the program's rows. Program (i, j) takes rows i * ROWS, ... of the first
+    `count` of slot `slots[first * j]`; what lies behind them, up to `padded`, is filled with zero."""
     part, run = tl.program_id(0), tl.program_id(1)
     index = part * ROWS + tl.arange(0, ROWS)
     known = index < count
@@ -85,12 +106,15 @@ def encode_rows(
     if PAGED:
         slot = tl.load(slots + run * first)
     row = row_numbers(index, known, slot, pages, pages_held, PER_PAGE)
-    unit = tl.full([ROWS], float("inf"), tl.float32)
+    low = tl.full([ROWS], float("inf"), tl.float32)
+    top = tl.zeros([ROWS], tl.float32)
+    lows = ()
     for group in tl.static_range(WIDTH // 32):
         values = group_values(table, row, known, group, RECORDS, WIDTH)
-        unit = tl.minimum(unit, tl.min(lowest_bit(values), 1))
-    fits = (unit >= UNIT_LEAST) & (unit <= UNIT_MOST)
-    unit = tl.where(fits, unit, 1.0)
+        lows = lows + (tl.min(lowest_bit(values), 1),)
+        low = tl.minimum(low, lows[group])
+        top = tl.maximum(top, tl.max(tl.abs(values), 1))
+    unit, octaves = unit_of(low, top)
     inverse = ((254 << 23) - unit.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     norm = tl.zeros([ROWS], tl.float32)
     wrong = tl.zeros([ROWS], tl.int32)
@@ -99,9 +123,12 @@ def encode_rows(
         scaled = group_values(table, row, known, group, RECORDS, WIDTH) * inverse[:, None]
         code = e4m3_code(scaled)
         wrong += tl.sum((e4m3_value(code) != scaled).to(tl.int32), 1)
-        norm += tl.sum(scaled * scaled, 1)
+        square, smallest = tl.sum(scaled * scaled, 1), lows[group] * inverse
+        wrong += (square > smallest * smallest * GROUP_MOST).to(tl.int32)
+        norm += square
         places = own[:, None] * WIDTH + group * 32 + tl.arange(0, 32)[None, :]
         tl.store(codes + places, code.to(tl.uint8), mask=(index < padded)[:, None])
+    norm *= ((127 + 2 * octaves) << 23).to(tl.float32, bitcast=True)  # from units to lowest bits
     norm = tl.where(wrong == 0, norm, float("inf"))  # an empty row: unit 1, no code is wrong, norm 0
     tl.store(units + own, unit, mask=index < padded)
     tl.store(norms + own, norm, mask=index < padded)
