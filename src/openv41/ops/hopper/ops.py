@@ -70,6 +70,18 @@ class HopperOps(FastOps):
     ) -> Float[Tensor, "n *h d"]:
         return rows.rotate(x, cos, sin, inverse)
 
+    def quantise(self, x: Float[Tensor, "*n k"], form: BlockFormat) -> Float[Tensor, "*n k"]:
+        return rows.round_activation(x) if form is WINDOW else self._stored(x, form, packed=False).view(x.shape)
+
+    def store(self, x: Float[Tensor, "*n k"], form: BlockFormat, packed: bool) -> Tensor:
+        return self._stored(x, form, packed).unflatten(0, x.shape[:-1])
+
+    def _stored(self, x: Tensor, form: BlockFormat, packed: bool) -> Tensor:
+        """Rows of x, turned by nothing."""
+        flat = x.reshape(-1, x.shape[-1])
+        nothing = torch.empty((flat.shape[0], 0), dtype=torch.float32, device=x.device)
+        return rows.rotate_store(flat, nothing, nothing, form, packed)
+
     def read(self, rows_: Tensor, form: BlockFormat) -> Float[Tensor, "*n k"]:
         if rows_.dtype != torch.uint8:
             return rows_
