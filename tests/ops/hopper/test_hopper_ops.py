@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from openv41.bench.agree import Beside
+from openv41.commands.doctor import agreement, operations
 from openv41.errors import OpsError
 from openv41.formats import INDEX
 from openv41.model.indexer import Keys
@@ -114,6 +115,16 @@ def test_picks_for_a_whole_step_are_those_of_its_runs(seed: int) -> None:
             assert (got.blocks is None) == (layer != 2) and (got.blocks is None or got.blocks.equal(wanted.blocks))
             compared += int((got.positions >= 0).sum())
     assert compared > 100
+
+
+def test_the_doctor_tells_what_is_its_own_and_finds_it_right() -> None:
+    owners = operations(HopperOps(), DEVICE)["owners"]
+    assert {name for name, owner in owners.items() if owner == "HopperOps"} == {
+        "linear", "linear_wide", "grouped_linear", "rms_norm", "rotate", "quantise", "store", "read", "index_scores",
+        "pick", "pick_blocks", "select", "sparse_attention",
+    }  # fmt: skip
+    assert owners["experts"] == "FastOps" and "select" not in operations(ReferenceOps(), DEVICE)["owners"]
+    assert all(check["agrees"] for check in agreement(HopperOps(), DEVICE))
 
 
 def test_plain_numerics_are_for_others() -> None:
