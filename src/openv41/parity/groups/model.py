@@ -32,9 +32,6 @@ HEAD = Bounds(atol=1e-3, rtol=1e-4)
 DRAFTS = Bounds(atol=0.05, rms_error=5e-3)
 """Logits and confidence from the recorded taps: a few layers, in which a rounding may fall the other way."""
 NEAR, LOOSE = Bounds(atol=0.05), Bounds(atol=torch.inf, rms_error=0.3)
-ROUNDED = 0.25
-"""How near a step's logits must be once a row that a layer keeps was rounded the other way: every later token that sees
-the row is moved by it. One flipped code of a latent moved them by 0.13."""
 LONG = 256
 """Prompts from here on count as long: their end-to-end results drift apart."""
 
@@ -48,10 +45,6 @@ def run(case: Case, ops: Ops, sheet: Sheet) -> None:
     model.end_to_end(sheet)
     if case.matching("spec_"):
         model.drafts(sheet)
-
-
-Kept = dict[str, Tensor]
-"""What a cache holds behind a call: the rounded rows that later tokens read."""
 
 
 class Model:
@@ -72,7 +65,6 @@ class Model:
         if self.picture is not None:
             self.types[:, : self.prompt] = case["token_types"]
         self.features: Tensor | None = None
-        self.kept: list[Kept] = []  # call by call, from the recorded streams
 
     def _picture(self) -> Picture | None:
         """The picture in the prompt, where there is one."""
@@ -121,17 +113,6 @@ class Model:
             cache.open()
         return cache
 
-    def _keep(self, cache: Cache, kept: list[Kept]) -> None:
-        """Note what a cache holds now. Of long prompts nothing: no step of theirs is judged by itself."""
-        if self.prompt >= LONG:
-            return
-        kinds = [("window", layer) for layer in cache.windows]
-        kinds += [(kind, layer) for kind in ("latents", "keys") for layer in cache.sources]
-        kept.append(
-            {f"{kind}.{layer}.{slot}": cache.view(kind, layer, slot).clone()
-             for kind, layer in kinds for slot in range(self.batch)}
-        )  # fmt: skip
-
     def _step(self, cache: Cache, start: int, end: int) -> Step:
         parts = [(slot, self.ids[slot, start:end]) for slot in range(self.batch)]
         image = self.types[:, start:end].flatten() != TEXT
@@ -149,7 +130,6 @@ class Model:
         cache, parts = self._cache(), []
         for start, end in self.spans:
             parts.append(self._descend(cache, start, end, h[:, :, start:end], pre[:, :, start:end]))
-            self._keep(cache, self.kept)
         columns = zip(zip(*parts, strict=True), (2, 2, 1, 1), strict=True)
         ours_h, ours_pre, taps, logits = (torch.cat(column, at) for column, at in columns)
         open_rows = self._undecided()  # [layer, b, t]
@@ -269,30 +249,20 @@ class Model:
         are run for all tokens, so that picks can be compared."""
         rules, wanted = self.case.tolerance, self.case["logits"]
         transformer, _ = self._transformer(self.ops)
-        logits, _ = self._generate(transformer, "halo")
+        logits = self._generate(transformer, "halo")
         sheet.require("logits end to end", bool(logits.isfinite().all()), "they must be finite")
         loose = bounds(_rules(rules, "end to end", "long"), "logits", otherwise=LOOSE)
         sheet.compare("logits end to end", logits, wanted, loose)
         if self.prompt < LONG:
             transformer, watches = self._transformer(TorchTies(self.ops))
-            logits, kept = self._generate(transformer, "full")
-            self._judge_steps(sheet, logits, self._parted(watches), self._rounded(kept))
+            logits = self._generate(transformer, "full")
+            self._judge_steps(sheet, logits, self._parted(watches))
 
-    def _generate(self, transformer: Transformer, prefill: Prefill) -> tuple[Tensor, list[Kept]]:
-        """Logits [b, 1 + steps, vocab], and what the cache held behind each call."""
-        cache, steps, kept = self._cache(), [], list[Kept]()
-        for span in self.spans:
-            steps.append(transformer(self._step(cache, *span), cache, prefill).logits)
-            self._keep(cache, kept)
-        return torch.stack(steps, 1), kept
-
-    def _rounded(self, kept: list[Kept]) -> int:
-        """The first call behind which the cache holds other rows than it did from the recorded streams."""
-        same = [
-            all(torch.equal(rows, other[name]) for name, rows in one.items())
-            for one, other in zip(kept, self.kept, strict=True)
-        ]
-        return same.index(False) if False in same else len(same)
+    def _generate(self, transformer: Transformer, prefill: Prefill) -> Tensor:
+        """Logits [b, 1 + steps, vocab]."""
+        cache = self._cache()
+        steps = [transformer(self._step(cache, *span), cache, prefill).logits for span in self.spans]
+        return torch.stack(steps, 1)
 
     def _parted(self, watches: Mapping[int, Watch]) -> int:
         """The first call in which an untied row picked other positions than it did from the recorded streams: a
@@ -305,21 +275,17 @@ class Model:
                     parted = min(parted, call)
         return parted
 
-    def _judge_steps(self, sheet: Sheet, logits: Tensor, parted: int, rounded: int) -> None:
-        """The steps before the sequences part. From call `rounded` on they are near enough within a wider bound."""
+    def _judge_steps(self, sheet: Sheet, logits: Tensor, parted: int) -> None:
         rules = _rules(self.case.tolerance, "end to end", "short").get("logits")
         near = bounds({"logits": rules}, "logits", otherwise=NEAR).atol
         share = rules.get("steps_within") if isinstance(rules, Mapping) else None
         least = float(share) if isinstance(share, int | float) and 0 <= share <= 1 else 0.9
         apart = (logits - self.case["logits"])[:, :parted].abs().amax((0, 2))
         if len(apart):
-            wide = torch.where(torch.arange(len(apart)) < rounded, near, max(near, ROUNDED))
-            within, worst = float((apart <= wide).double().mean()), float(apart.max())
+            within, worst = float((apart <= near).double().mean()), float(apart.max())
             text = f"{within:.0%} of {len(apart)} steps within {near:g}, {least:.0%} needed; worst {worst:.2g}"
             sheet.require("logits end to end, step by step", within >= least, text)
             sheet.notes.append(f"{len(apart)} of {len(self.spans)} steps end to end within {worst:.2g}")
-        if rounded < parted:
-            sheet.notes.append(f"step {rounded} keeps a row rounded otherwise: within {ROUNDED:g} from there on")
         if parted < len(self.spans):
             sheet.notes.append(f"step {parted} end to end picks otherwise after a rounding: mean error from there on")
 
