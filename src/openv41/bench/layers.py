@@ -254,7 +254,7 @@ def agreement_of(
 
 @torch.no_grad()
 def _time(case: Given, layer: Attention, config: Config, machine: Machine, repeats: int) -> Iterator[Figure]:
-    call = _bound(case, layer)
+    call = partial(case, layer)
     own = measure_gpu({"layer": captured(call) if case.decode else call}, repeats)["layer"]
     memory, compute = machine.seconds(cost_of(case, layer, config))
     floor = 1e6 * max(memory, compute)
@@ -265,10 +265,6 @@ def _time(case: Given, layer: Attention, config: Config, machine: Machine, repea
     for name, spent in sorted(parts.items(), key=lambda item: -item[1]):
         key, share = f"{case.name}_{name}".replace(" ", "_"), spent / own.median / 10
         yield Figure(key, f"  {name}", spent, "us", note=f"{share:.0f} %")
-
-
-def _bound(case: Given, layer: Attention) -> Callable[[], Any]:
-    return lambda: case(layer)
 
 
 def cost_of(case: Given, layer: Attention, config: Config) -> Cost:
