@@ -30,21 +30,32 @@ def run(settings: Settings, progress: Callable[[str], None]) -> Report:
     for case in _cases(settings.only):
         progress(f"{case.op}: {case.case}")
         checked += 1
-        error = case.error()
-        if not error <= case.most_error:  # a NaN fails
-            failures.append(f"{case.op}, {case.case}: off by {error:.3g}, at most {case.most_error:.3g} is allowed")
-            continue
-        figures += _time(case, here, settings.repeats * 4)
+        if wrong := _wrong(case):
+            failures.append(f"{case.op}, {case.case}: {wrong}")
+        else:
+            figures += _time(case, here, settings.repeats * 4)
     if not checked:
         raise InputError(f"no case has {settings.only!r} in its name: run it without --only to see them all")
     agreement = Agreement(RULES, checked, 1 - len(failures) / checked, 1 - len(failures) / checked, tuple(failures))
-    return Report("kernels", torch.cuda.get_device_name(), settings, agreement, tuple(figures), ABOUT)
+    return Report("kernels", torch.cuda.get_device_name(), settings, agreement, tuple(figures), ABOUT, apart=True)
 
 
 ABOUT = (
-    "Times are medians on the GPU, the L2 cache overwritten before each call. Decode cases are replays of a CUDA",
-    "graph, and hold what the shortest kernel in one takes. A peer is timed in turn, on the same inputs.",
+    "Times are medians on the GPU, each the replay of a CUDA graph, the L2 cache overwritten before it: they hold what",
+    "the shortest kernel in a graph takes. A peer is timed in turn, on the same inputs, as a graph too.",
 )
+
+
+def _wrong(case: Case) -> str:
+    """What keeps a case from having a figure; nothing, if nothing does. One that fails does not stop the others."""
+    try:
+        error = case.error()
+    except torch.AcceleratorError:
+        raise  # the device is lost, and every case after this one
+    except Exception as failure:
+        return f"{type(failure).__name__}: {failure}"
+    agrees = error <= case.most_error  # a NaN does not
+    return "" if agrees else f"off by {error:.3g}, at most {case.most_error:.3g} is allowed"
 
 
 def _cases(only: str) -> Iterator[Case]:
@@ -63,9 +74,7 @@ def _of_machine(here: Ceilings) -> Iterator[Figure]:
 
 
 def _time(case: Case, here: Ceilings, repeats: int) -> Iterator[Figure]:
-    calls = {"": case.run, **case.peers}
-    if case.graph:
-        calls = {name: captured(call) for name, call in calls.items()}
+    calls = {name: captured(call) for name, call in {"": case.run, **case.peers}.items()}
     times = measure_gpu(calls, repeats)
     own = times.pop("")
     floor = here.floor(case.bytes, case.bf16_flops, case.fp8_flops)

@@ -53,7 +53,8 @@ class Figure:
 
 @dataclass(frozen=True)
 class Report:
-    """`subject` says what was run, `about` how to read the figures. Without agreement there are no figures."""
+    """`subject` says what was run, `about` how to read the figures. Without agreement there are no figures; where
+    cases are judged `apart`, those that disagree have none, and the others have theirs."""
 
     benchmark: str
     subject: str
@@ -61,12 +62,19 @@ class Report:
     agreement: Agreement
     figures: tuple[Figure, ...]
     about: tuple[str, ...] = ()
+    apart: bool = False
+
+    @property
+    def shown(self) -> tuple[Figure, ...]:
+        """The figures that agreement allows."""
+        return self.figures if self.agreement.passed or self.apart else ()
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON; the figures by key, and none of them unless the agreement passed."""
         told = asdict(self)
+        del told["apart"]
         told["agreement"]["passed"] = self.agreement.passed
-        figures = told["figures"] if self.agreement.passed else ()
+        figures = (asdict(figure) for figure in self.shown)
         told["figures"] = {figure.pop("key"): figure | {"what": figure["what"].strip()} for figure in figures}
         return told
 
@@ -79,9 +87,12 @@ def format_report(report: Report) -> str:
         f"{agreement.equal_at_the_end:.1%} at the end",
     ]
     if not agreement.passed:
-        found = [f"DIFFERS  {failure}" for failure in agreement.failures]
-        return "\n".join([*lines, *found, f"no figures: the rules are: {agreement.rules}"])
-    rows = [[figure.what, _value(figure), figure.unit, _beside(figure)] for figure in report.figures]
+        lines += [f"DIFFERS  {failure}" for failure in agreement.failures]
+        none = "no figures of these" if report.apart else "no figures"
+        lines.append(f"{none}: the rules are: {agreement.rules}")
+    if not report.shown:
+        return "\n".join(lines)
+    rows = [[figure.what, _value(figure), figure.unit, _beside(figure)] for figure in report.shown]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for what, value, unit, beside in rows:
         lines.append(f"  {what:{widths[0]}}  {value:>{widths[1]}} {unit:{widths[2]}}  {beside}".rstrip())
