@@ -20,7 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def config() -> Config:
     """Heads of a width that the kernels take, lists that fill whole blocks, fewer picks than positions."""
     return small_config(
-        n_heads=2, head_dim=64, o_lora_rank=64, window_size=64, index_topk=64, candidate_topk_blocks=10,
+        n_heads=2, head_dim=64, q_lora_rank=64, o_lora_rank=64, window_size=64, index_topk=64, candidate_topk_blocks=10,
         candidate_block_size=8, engram_layer_ids=(), engram_num_embeddings=(),
     )  # fmt: skip
 
@@ -54,8 +54,21 @@ def test_hopper_layers_agree_and_their_operations_are_timed(config: Config, monk
     case = layers.given(some[-1], config, 100, 2, 1, "re-scorer")
     figures = list(layers._time(case, some[-1], config, machine, 4))
     assert [figure.what.strip() for figure in figures][0] == "re-scorer, decode, batch 2"
-    assert {"layer", "", "select 1", "sparse_attention 1"} <= set(calls)
+    assert {"layer", "", "query_window 1", "select 1", "rotated_attention 1", "once a step"} <= set(calls)
     assert figures[0].value == 2000 and "% of the floor" in figures[0].note
+    assert figures[1].what.strip() == "once a step, for all layers"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("number", range(6))
+def test_nothing_of_a_layer_follows_from_positions_alone(config: Config, number: int) -> None:
+    """What does has been worked out before the layer is timed: it remembers nothing more, and asks for no angles."""
+    layer = layers.layer_of(config, number, ReferenceOps(), DEVICE)
+    case = layers.given(layer, config, 100, 2, 1, "")
+    remembered, angles = set(case.step._memo), len(layer.rotary.latest)
+    case(layer)
+    assert set(case.step._memo) == remembered and len(layer.rotary.latest) == angles
+    assert case.fresh().position.equal(case.step.position) and not case.fresh()._memo
 
 
 def test_a_batch_costs_its_sequences_and_the_weights_once(config: Config) -> None:

@@ -11,7 +11,7 @@ from openv41.explain.counting import CountingOps
 from openv41.explain.recorder import Recorder, Span
 from openv41.explain.scene import Scene, record_picture
 from openv41.model.transformer import Transformer
-from openv41.ops import Ops, choose
+from openv41.ops import Compound, Ops, choose
 from openv41.plan import plan_layers
 from openv41.state import Cache
 from tests.small import fill_randomly
@@ -20,8 +20,8 @@ SEEING = Config.tiny()
 TINY = SEEING.replace(vision_n_layers=0)
 
 
-class Listened:
-    """Operations with the recorder's ear, which tell it nothing."""
+class Listened(Compound):
+    """Operations with the recorder's ear, which tell it nothing. What is made of several asks for them here."""
 
     def __init__(self, ops: Ops) -> None:
         self.ops, self.listener = ops, None

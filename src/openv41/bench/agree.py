@@ -8,12 +8,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from openv41.bench.layer import Work
 from openv41.bench.results import Agreement
 from openv41.model.attention import Attention
-from openv41.ops import Ops
+from openv41.ops import Compound, Ops
 from openv41.parity.compare import Bounds, Sheet
 from openv41.parity.picks import compare_picks, hide, tied_picks
 
@@ -24,16 +25,21 @@ END = Bounds(quantum=0.05, relative_rms_error=0.02)
 EACH_RULE = "every operation from the same inputs: at least 99 % equal, the rest within 2 % of the row's largest"
 RULES = f"{EACH_RULE}; the layer's result: within 5 %, and 2 % root mean square; picks equal up to ties"
 
+COMPOUND = [name for name in vars(Compound) if not name.startswith("_")]
+
 Piece = tuple[str, Tensor, Tensor, Work]
 """What it is, the layer's result for some tokens, its picks, and the same tokens as work for the judge."""
 
 
-class Beside:
-    """The judge's operations. Each call is repeated by another set on the same inputs, and both results are kept."""
+class Beside(Compound):
+    """The judge's operations. Each call is repeated by another set on the same inputs, and both results are kept: of
+    compound operations, and of the simple ones that the judge does for them."""
 
     def __init__(self, judge: Ops, other: Ops) -> None:
         self.judge, self.other = judge, other
         self.results: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # by operation: other's, judge's
+        for name in COMPOUND:
+            setattr(self, name, self._both(name, getattr(self, name)))
 
     def __getattr__(self, name: str) -> Any:
         own = getattr(self.judge, name)
@@ -41,11 +47,18 @@ class Beside:
 
     def _both(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            given = [(value[0].clone(), value[1]) if _is_place(value) else value for value in args]
             wanted = own(*args, **kwargs)
-            self.results[name].append((getattr(self.other, name)(*args, **kwargs), wanted))
+            kept = wanted.clone() if any(map(_is_place, args)) else wanted  # a table will be written to again
+            self.results[name].append((getattr(self.other, name)(*given, **kwargs), kept))
             return wanted
 
         return call
+
+
+def _is_place(value: Any) -> bool:
+    """Whether an argument is a table with the rows of it that will be written."""
+    return isinstance(value, tuple) and isinstance(value[1], Tensor) and value[1].dtype == torch.int64
 
 
 def agree(layer: Attention, judge: Attention, pieces: Iterable[Piece]) -> Agreement:

@@ -14,7 +14,7 @@ class Case:
     case: str
     """The size, as a reader would say it: "decode, batch 16", "prefill 4,096, P 32,768"."""
     run: Callable[[], Any]
-    """The call that is timed. Launches only: no synchronisation."""
+    """The call that is timed, as the replay of a CUDA graph: launches only, no word from the device."""
     error: Callable[[], float]
     """How far the result is from the reference, on what can be compared in a second: asked before anything is timed."""
     most_error: float
@@ -23,8 +23,6 @@ class Case:
     """The fewest bytes that must be moved: every input read once, every output written once."""
     bf16_flops: float = 0.0
     fp8_flops: float = 0.0
-    graph: bool = False
-    """Whether the call is timed as the replay of a CUDA graph, as a decoding step would run it."""
     aim_us: float | None = None
     """Microseconds that are wanted."""
     peers: Mapping[str, Callable[[], Any]] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """How a figure is taken on a GPU: events around one call, the L2 cache emptied before it, calls taking turns.
 
-A decoding step is a chain of short kernels, so its calls are captured in a CUDA graph and replayed: what is timed is
-the machine, not the time in which Python launches. An empty graph takes a few microseconds too, and is timed beside.
+Calls are captured in CUDA graphs and replayed: what is timed is the machine, not the time in which Python launches. An
+empty graph takes a few microseconds too, and is timed beside.
 """
 
 from collections.abc import Callable, Mapping

@@ -30,10 +30,10 @@ def run(settings: Settings, progress: Callable[[str], None]) -> Report:
     for case in _cases(settings.only):
         progress(f"{case.op}: {case.case}")
         checked += 1
-        if wrong := _wrong(case):
-            failures.append(f"{case.op}, {case.case}: {wrong}")
-        else:
-            figures += _time(case, here, settings.repeats * 4)
+        try:
+            figures += _judged(case, here, settings.repeats * 4)
+        except Exception as failure:  # it has no figure; the others have theirs
+            failures.append(f"{case.op}, {case.case}: {type(failure).__name__}: {failure}")
     if not checked:
         raise InputError(f"no case has {settings.only!r} in its name: run it without --only to see them all")
     agreement = Agreement(RULES, checked, 1 - len(failures) / checked, 1 - len(failures) / checked, tuple(failures))
@@ -46,16 +46,16 @@ ABOUT = (
 )
 
 
-def _wrong(case: Case) -> str:
-    """What keeps a case from having a figure; nothing, if nothing does. One that fails does not stop the others."""
-    try:
-        error = case.error()
-    except torch.AcceleratorError:
-        raise  # the device is lost, and every case after this one
-    except Exception as failure:
-        return f"{type(failure).__name__}: {failure}"
-    agrees = error <= case.most_error  # a NaN does not
-    return "" if agrees else f"off by {error:.3g}, at most {case.most_error:.3g} is allowed"
+class Disagrees(Exception):
+    """The result is not the reference's."""
+
+
+def _judged(case: Case, here: Ceilings, repeats: int) -> list[Figure]:
+    """The case's figures. Raises `Disagrees` where it has none."""
+    error = case.error()
+    if not error <= case.most_error:  # a NaN disagrees
+        raise Disagrees(f"off by {error:.3g}, at most {case.most_error:.3g} is allowed")
+    return list(_time(case, here, repeats))
 
 
 def _cases(only: str) -> Iterator[Case]:

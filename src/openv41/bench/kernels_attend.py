@@ -61,14 +61,14 @@ class Inputs:
 def cases() -> Iterator[Case]:
     """Inputs are made when a case is asked for."""
     chunk = inputs(4096, decode=False)
-    yield _forward("prefill 4,096, P 32,768", chunk, graph=False)
+    yield _forward("prefill 4,096, P 32,768", chunk)
     yield _backward("gradient, 4,096 queries, P 32,768", chunk)
     for packed in (False, True):
         for batch in BATCHES:
             name = f"decode, batch {batch}, {'records' if packed else 'bf16 rows'}"
-            yield _forward(name, inputs(batch, decode=True, packed=packed), graph=True)
+            yield _forward(name, inputs(batch, decode=True, packed=packed))
     mini = inputs(16384, decode=False, sizes=(8, 64), picks=64, latents=8192, dtype=torch.float32)
-    yield _forward("mini model, 16,384 tokens", mini, graph=False)
+    yield _forward("mini model, 16,384 tokens", mini)
     yield _backward("gradient, mini model, 16,384 tokens", mini)
 
 
@@ -97,10 +97,10 @@ def inputs(
     return Inputs(q, tables[0], near_rows, tables[1], far_rows, sink, wide)
 
 
-def _forward(name: str, made: Inputs, graph: bool) -> Case:
+def _forward(name: str, made: Inputs) -> Case:
     return Case(
         "sparse attention, Triton", name, partial(attend, *made.given(), made.scale), partial(_forward_error, made),
-        1e-2, made.bytes(), 2 * made.products(), graph=graph,
+        1e-2, made.bytes(), 2 * made.products(),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from openv41.bench import peers
 from openv41.bench.case import Case
 from openv41.bench.kernels_attend import BATCHES, SOME, Inputs, inputs
 from openv41.ops import ReferenceOps
-from openv41.ops.hopper.attend_gluon import attend_gluon
+from openv41.ops.hopper.attend_gluon import Plan, attend_gluon
 
 Attend = Callable[..., Tensor]
 
@@ -21,29 +21,30 @@ AIMS = {
 }  # fmt: skip
 """Microseconds."""
 
+VARIANTS = {
+    "halves": Plan("halves", 64, 4092, 5), "blocks of 32, ahead": Plan("deep", 32, 4092, 10),
+    "last round whole": Plan("ring", 64, 4096, 1),
+}  # fmt: skip
+"""What is not chosen, beside it."""
+
 
 def cases() -> Iterator[Case]:
     """Inputs are made when a case is asked for."""
     for name, latents in (("P 32,768", 32768), ("P 131,072", 131072)):
         chunk = inputs(4096, decode=False, latents=latents)
-        yield _case(f"prefill 4,096, {name}", chunk, attend_gluon, graph=False)
-        yield _case(f"prefill 4,096, {name}, ring", chunk, partial(attend_gluon, ring=True), graph=False)
-    yield _case("prefill 4,096, P 32,768, records", inputs(4096, decode=False, packed=True), attend_gluon, graph=False)
+        yield _case(f"prefill 4,096, {name}", chunk, attend_gluon)
+        for variant, plan in VARIANTS.items():
+            yield _case(f"prefill 4,096, {name}, {variant}", chunk, partial(attend_gluon, plan=plan))
+    yield _case("prefill 4,096, P 32,768, records", inputs(4096, decode=False, packed=True), attend_gluon)
     for batch in BATCHES:
-        rows = inputs(batch, decode=True)
-        yield _case(f"decode, batch {batch}, bf16 rows", rows, attend_gluon, graph=True)
-        yield _case(f"decode, batch {batch}, bf16 rows, ring", rows, partial(attend_gluon, ring=True), graph=True)
-        records = inputs(batch, decode=True, packed=True)
-        yield _case(f"decode, batch {batch}, records", records, attend_gluon, graph=True)
-    for pieces in (1, 5):  # 2 are chosen
-        call = partial(attend_gluon, pieces=pieces)
-        yield _case(f"decode, batch 64, bf16 rows, pieces {pieces}", inputs(64, decode=True), call, graph=True)
+        yield _case(f"decode, batch {batch}, bf16 rows", inputs(batch, decode=True), attend_gluon)
+        yield _case(f"decode, batch {batch}, records", inputs(batch, decode=True, packed=True), attend_gluon)
 
 
-def _case(name: str, made: Inputs, call: Attend, graph: bool) -> Case:
+def _case(name: str, made: Inputs, call: Attend) -> Case:
     return Case(
         "sparse attention, Gluon", name, partial(call, *made.given(), made.scale), partial(_error, made, call), 1e-2,
-        made.bytes(), 2 * made.products(), graph=graph, aim_us=AIMS.get(name),
+        made.bytes(), 2 * made.products(), aim_us=AIMS.get(name),
         peers=peers.of_attention(*made.given(), made.scale),
     )  # fmt: skip
 

@@ -89,7 +89,7 @@ def _case(op: str, n: int, run: Callable[[], Any], error: Callable[[], float], *
     """`counts`: bytes of the weight, of x, of the result; then operations."""
     *sizes, flops = counts
     name = f"prefill {n:,}" if n == CHUNK else f"decode, batch {n}"
-    return Case(op, name, run, error, MOST_ERROR, sum(sizes), flops, graph=n < CHUNK)
+    return Case(op, name, run, error, MOST_ERROR, sum(sizes), flops)
 
 
 def _error(run: Callable[[], Tensor], x: Tensor, weight: Tensor) -> float:

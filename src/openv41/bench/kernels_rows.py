@@ -109,7 +109,7 @@ class Writers:
     def case(self, op: str, run: Callable[[], Any], pair: Pair, each: float) -> Case:
         """`each`: bytes that a token needs, angles among them."""
         name = f"prefill {self.n:,}" if self.n == CHUNK else f"decode, batch {self.n}"
-        return Case(op, name, run, partial(_unequal, pair), 0, self.n * each, graph=self.n < CHUNK)
+        return Case(op, name, run, partial(_unequal, pair), 0, self.n * each)
 
     def stored(
         self, run: Callable[[], Any], into: Into, form: BlockFormat, x: Tensor, norm: Norm

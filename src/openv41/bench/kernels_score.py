@@ -79,7 +79,7 @@ class Inputs:
         moved = self.slots * self.p * INDEX.record_bytes(WIDTH) + self.q.nbytes + 2.0 * self.n * self.p
         aim = None if self.octaves else SCORE_AIM.get((self.n, self.p))
         yield Case("index scores", self.name, self.scores, self.scores_off, 0, moved, fp8_flops=flops,
-                   graph=self.length == 1, aim_us=aim)  # fmt: skip
+                   aim_us=aim)  # fmt: skip
 
     def cases(self) -> Iterator[Case]:
         size = (self.n, self.p)
@@ -101,7 +101,7 @@ class Inputs:
     def _selects(self, op: str, given: dict[str, Any], moved: float, flops: float, aim: float | None) -> Case:
         run = partial(self.select, **given)
         error = partial(self.select_off, run, given.get("within"))
-        return Case(op, self.name, run, error, 0, moved, fp8_flops=flops, graph=self.length == 1, aim_us=aim)
+        return Case(op, self.name, run, error, 0, moved, fp8_flops=flops, aim_us=aim)
 
     def scores(self) -> Tensor:
         """As `select` works them out."""
@@ -115,7 +115,7 @@ class Inputs:
             score.score_ready(queries, tokens, self.table, ready, self.p, scores)
         return scores
 
-    def select(self, **given: Any) -> tuple[Tensor, Tensor | None]:
+    def select(self, **given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         return select(self.q, self.weights, self.table.table, self.slot, self.pages, PAGE, self.visible, PICKS, self.p,
                       self.runs, BLOCK, **given)  # fmt: skip
 
@@ -130,8 +130,8 @@ class Inputs:
     def scores_off(self) -> float:
         return _unequal(self.scores()[-SOME:], self.wanted())
 
-    def select_off(self, run: Callable[[], tuple[Tensor, Tensor | None]], within: Tensor | None) -> float:
-        wanted, (positions, _) = self.wanted(), run()
+    def select_off(self, run: Callable[[], tuple[Tensor, Tensor, Tensor | None]], within: Tensor | None) -> float:
+        wanted, (positions, *_) = self.wanted(), run()
         if within is not None:
             inside = within[-SOME:].repeat_interleave(BLOCK, 1)
             wanted = wanted.masked_fill(~inside, -torch.inf)
@@ -145,7 +145,7 @@ def _pick_case(n: int, p: int, device: str) -> Case:
     run = partial(pick.pick, scores, visible, PICKS)
     error = partial(_picks_off, run, scores, visible)
     moved = scores.nbytes + n * PICKS * 8.0
-    return Case("pick", f"{n:,} x {p:,}", run, error, 0, moved, graph=n <= 128, aim_us=PICK_AIM.get((n, p)))
+    return Case("pick", f"{n:,} x {p:,}", run, error, 0, moved, aim_us=PICK_AIM.get((n, p)))
 
 
 def _picks_off(run: Callable[[], Tensor], scores: Tensor, visible: Tensor) -> float:

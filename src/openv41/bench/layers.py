@@ -5,14 +5,14 @@
     chunk     4,096 tokens of one prompt
     behind    P compressed positions: 1,024, 32,768, 131,072, 1,048,576, as far as the context goes
 
-Time, share of the floor, and the time of every operation alone. A floor is what `openv41 explain` counts of the layer,
-bytes and products, at the rates measured here. First a small batch is compared with the reference, operation by
-operation.
+Time, share of the floor, and the time of every operation alone. What follows from a step's positions alone (angles, row
+numbers) is worked out once for all layers of a kind: it is no part of a layer's time, and has a figure of its own. A
+floor is what `openv41 explain` counts of the layer, bytes and products, at the rates measured here. First a small batch
+is compared with the reference, operation by operation.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,33 +20,37 @@ import torch
 from torch import Tensor
 
 from openv41.bench.agree import EACH, EACH_RULE, Beside
+from openv41.bench.given import ROOM, Given, given, once
 from openv41.bench.gpu import Ceilings, captured, ceilings, measure_gpu
-from openv41.bench.layer import twin, values
+from openv41.bench.layer import twin
 from openv41.bench.results import Agreement, Figure, Report, Settings
 from openv41.config import Config
 from openv41.errors import InputError
 from openv41.explain.cost import Cost, Machine
 from openv41.explain.scene import Scene
-from openv41.formats import FP8_TILES, INDEX, LATENT, WINDOW, BlockFormat
+from openv41.formats import FP8_TILES, WINDOW
 from openv41.model.attention import Attention
-from openv41.ops import Ops, choose
+from openv41.ops import BESIDES, Ops, choose
 from openv41.parity.compare import Bounds, Sheet
 from openv41.plan import LayerPlan, Role, plan_layers
-from openv41.state import Cache, Sight, Standing, Step
 
 BATCHES = (1, 16, 64, 128)
 CHUNK = 4096
 BEHIND = (1 << 10, 1 << 15, 1 << 17, 1 << 20)
-ROOM = 64
-"""Tokens that a sequence may grow by while it is measured."""
-
-FILLING = 1 << 24
-"""Rows of a table that are filled at a time."""
 
 SPLIT = Bounds(quantum=0.02, relative_rms_error=0.01)
 """Of attention: where a list is cut into pieces, their results are kept in bf16, and few values are quite equal."""
 
-RULES = "attention: every value within 2 % of its row's largest, 1 % root mean square; all else: " + EACH_RULE
+BESIDE = {name for protocol in BESIDES for name in vars(protocol) if not name.startswith("_")}
+"""Operations that some sets have besides the protocol."""
+
+SUMS = Bounds(quantum=1e-4, relative_rms_error=1e-5)
+"""Of sums that stay in float32: no two of other order are equal."""
+
+RULES = (
+    "attention: every value within 2 % of its row's largest, 1 % root mean square; float32 sums: 0.01 % and 0.001 %; "
+    "all else: " + EACH_RULE
+)
 
 
 def run(settings: Settings, progress: Callable[[str], None]) -> Report:
@@ -73,6 +77,8 @@ def run(settings: Settings, progress: Callable[[str], None]) -> Report:
 ABOUT = (
     "Medians on the GPU, the L2 cache overwritten before each; a decoding layer is one CUDA graph. An operation's time",
     "is that of its calls alone, each the replay of a graph, less what the shortest graph takes; `between`: the rest.",
+    "`once a step`: what the first layer works out of the positions for all like it (angles, rows of rings and pages),",
+    "likewise less the shortest graph. It is no part of a layer's time; nor is the norm before, which rounds for it.",
 )
 
 
@@ -106,24 +112,7 @@ def _normal(shape: torch.Size, size: float, generator: torch.Generator) -> Tenso
     return torch.randn(shape, generator=generator, device=generator.device) * size
 
 
-# What a layer is given
-
-
-@dataclass(frozen=True)
-class Given:
-    """A layer's work: call it, and it runs the layer once. It may be run again and again: the same rows are written."""
-
-    name: str
-    x: Tensor
-    step: Callable[[], Step]
-    sight: Sight
-    cache: Cache
-    position: int
-    batch: int
-    decode: bool
-
-    def __call__(self, layer: Attention) -> tuple[Tensor, Sight]:
-        return layer(self.x, self.step(), self.sight, self.cache)
+# What is measured
 
 
 def _cases(layer: Attention, config: Config) -> Iterator[Given]:
@@ -138,79 +127,6 @@ def _cases(layer: Attention, config: Config) -> Iterator[Given]:
 def _named(layer: Attention) -> str:
     ratio = f" of ratio {layer.plan.ratio}" if layer.plan.ratio else ""
     return f"layer {layer.layer}, {layer.plan.role.value}{ratio}"
-
-
-def given(layer: Attention, config: Config, position: int, batch: int, tokens: int, name: str) -> Given:
-    """`batch` sequences of random rows, `position` tokens each, and `tokens` more to come, on the layer's device."""
-    plan, device = plan_layers(config), layer.attn_sink.device
-    source = layer.plan.latents_from
-    kept = sorted({layer.layer} | (set() if source is None else {source}))
-    room = batch * (position + tokens + ROOM + config.window_size)
-    cache = Cache(config, batch, room, 1, device=device, layers=[plan[one] for one in kept], store="packed")
-    for _ in range(batch):
-        slot = cache.open()
-        cache.pages.reserve([(slot, 0, position + tokens)])
-        cache.lengths[slot] = cache.highest[slot] = position
-    _randomise(cache.windows[layer.layer].table, WINDOW)
-    sight = Sight()
-    if source is not None:
-        state = cache.sources[source]
-        _randomise(state.latents.table, LATENT)
-        _randomise(state.keys.table, INDEX)
-        sight = _handed_down(layer, config, cache, source, position, batch, tokens)
-    x = values("x", batch * tokens, config.dim).to(device)
-    step: Callable[[], Step]
-    if tokens == 1:
-        standing = Standing(list(range(batch)), [position] * batch, device, ROOM)
-        layer.rotary.hold(position + ROOM, standing.position.device)
-        step = standing.step
-    else:
-        chunk = cache.step([(slot, [0] * tokens) for slot in range(batch)])
-        step = partial(_same, chunk)
-    what = f"decode, batch {batch}" if tokens == 1 else f"chunk of {tokens:,}"
-    return Given(f"{name}, {what}", x, step, sight, cache, position, batch, tokens == 1)
-
-
-def _same(step: Step) -> Step:
-    return step
-
-
-def _randomise(table: Tensor, form: BlockFormat) -> None:
-    """Random records: any codes but those of NaN, scales that keep values near 1."""
-    generator = torch.Generator(table.device).manual_seed(1)
-    flat = table.view(-1, table.shape[-1])
-    width = next(w for w in (2**n for n in range(5, 16)) if form.record_bytes(w) == table.shape[-1])
-    codes = width // form.codes_per_byte
-    scale = {WINDOW.name: 120, LATENT.name: 0x28, INDEX.name: 126}[form.name]
-    for part in flat.split(max(1, FILLING)):
-        bytes_ = torch.randint(0, 256, (len(part), codes), generator=generator, device=table.device, dtype=torch.uint8)
-        if form is WINDOW:
-            bytes_ &= 0xB7  # exponents of e4m3 below its largest
-        part[:, :codes], part[:, codes:] = bytes_, scale
-
-
-def _handed_down(
-    layer: Attention, config: Config, cache: Cache, source: int, position: int, batch: int, tokens: int
-) -> Sight:
-    """What the source would have handed down: its tables; for a reader random picks; for a re-scorer random blocks."""
-    state, ratio = cache.sources[source], layer.plan.ratio
-    sight = Sight(state.latents, state.keys)
-    visible, n, device = max(1, position // ratio), batch * tokens, state.latents.table.device
-    generator = torch.Generator(device).manual_seed(2)
-    if layer.plan.role is Role.READER:
-        drawn = torch.randint(0, visible, (n, config.index_topk), generator=generator, device=device).sort(1).values
-        slot = torch.arange(batch, device=device).repeat_interleave(tokens)
-        sight = sight.having(picks=drawn, rows=state.latents.rows(slot, drawn))
-    if layer.plan.within is not None:
-        seen = (torch.arange(position, position + tokens, device=device).repeat(batch) + 1) // ratio
-        count = -(-(position + tokens + ROOM) // (ratio * config.candidate_block_size)) + 1
-        number = torch.arange(count, device=device)
-        order = torch.rand(n, count, generator=generator, device=device)
-        order = order.masked_fill(number * config.candidate_block_size >= seen.unsqueeze(1), -1.0)
-        order = order.scatter(1, ((seen - 1) // config.candidate_block_size).clamp_min(0).unsqueeze(1), 2.0)
-        kept = order.topk(min(config.candidate_topk_blocks, count), 1).indices
-        sight = sight.having(candidates=torch.zeros_like(order, dtype=torch.bool).scatter(1, kept, True) & (order >= 0))
-    return sight
 
 
 # Compare
@@ -231,22 +147,34 @@ def agreement_of(
     for layer in layers:
         progress(f"comparing {_named(layer)} with the reference")
         beside = Beside(judges, layer.ops)
-        judge, by_runs = twin(layer, config, beside), twin(layer, config, _ByRuns(layer.ops))
+        judge, simple = twin(layer, config, beside), twin(layer, config, _Simple(layer.ops))
         for batch, tokens in sizes:
             case = given(layer, config, behind * max(1, layer.plan.ratio), batch, tokens, "")
             case(judge)
-            if layer.indexer is not None:
-                picked, wanted = (case(one)[1].picks for one in (layer, by_runs))
-                assert picked is not None and wanted is not None
-                beside.results["select"].append((picked.float(), wanted.float()))
+            _compare_besides(beside, case, layer, simple)
         for name, results in beside.results.items():
             pairs = {f"{_named(layer)}: {name} {call}": pair for call, pair in enumerate(results)}
-            sheet.compare_all(pairs, SPLIT if name == "sparse_attention" else EACH)
+            bounds = SUMS if name == "linear_wide" else SPLIT if name.endswith("_attention") else EACH
+            sheet.compare_all(pairs, bounds)
             compared += sum(got.numel() for got, _ in results)
             equal += sum(int((got == wanted).sum()) for got, wanted in results)
     failures = tuple(f"{finding.what}: {finding.text}" for finding in sheet.findings if not finding.passed)
     share = equal / max(1, compared)
     return Agreement(RULES, compared, share, share, failures)
+
+
+def _compare_besides(beside: Beside, case: Given, layer: Attention, simple: Attention) -> None:
+    """What the set has besides the protocol, against its own simple operations: what it begins with, and picks."""
+    ring = case.cache.windows[layer.layer]
+    begun = [one.begin(case.x, case.step, ring) for one in (layer, simple)]
+    beside.results["query_window"].append((begun[0][0]().flatten(1), begun[1][0]().flatten(1)))
+    window = [layer.ops.read(table[rows[:, -1]], WINDOW) for _, _, table, rows in begun]
+    beside.results["query_window"].append((window[0], window[1]))
+    if layer.indexer is not None:
+        sights = [case(one)[1] for one in (layer, simple)]
+        for name in ("picks", "rows"):
+            picked, wanted = (getattr(sight, name) for sight in sights)
+            beside.results["select"].append((picked.float(), wanted.float()))
 
 
 # Measure
@@ -261,6 +189,9 @@ def _time(case: Given, layer: Attention, config: Config, machine: Machine, repea
     note = f"{floor / own.median / 10:.0f} % of the floor of {floor:.1f} us"
     yield Figure(case.name.replace(" ", "_"), case.name, own.median * 1e3, "us", own, note=note)
     parts = parts_of(case, layer, config, repeats)
+    before = parts.pop("once a step", None)
+    if before is not None:
+        yield Figure(f"{case.name}_once".replace(" ", "_"), "  once a step, for all layers", before, "us")
     parts["between"] = own.median * 1e3 - sum(parts.values())
     for name, spent in sorted(parts.items(), key=lambda item: -item[1]):
         key, share = f"{case.name}_{name}".replace(" ", "_"), spent / own.median / 10
@@ -279,27 +210,30 @@ def cost_of(case: Given, layer: Attention, config: Config) -> Cost:
 
 
 def parts_of(case: Given, layer: Attention, config: Config, repeats: int) -> dict[str, float]:
-    """Microseconds of each operation's calls, each call alone."""
+    """Microseconds of each operation's calls, each call alone; and of what a step works out `once a step`."""
     listener = _Listener(layer.ops)
     case(twin(layer, config, listener))
     least = torch.zeros((), device=case.x.device)
     calls = {"": captured(least.zero_), **{key: captured(call) for key, call in listener.calls.items()}}
+    if case.decode:
+        calls["once a step"] = captured(lambda: once(layer, case.fresh(), case.cache))
     times = measure_gpu(calls, max(5, repeats // 2))
     empty = times.pop("").median
     parts: dict[str, float] = defaultdict(float)
     for key, timing in times.items():
-        parts[key.partition(" ")[0]] += max(0.0, timing.median - empty) * 1e3
+        name = key if key == "once a step" else key.partition(" ")[0]
+        parts[name] += max(0.0, timing.median - empty) * 1e3
     return dict(parts)
 
 
-class _ByRuns:
-    """Operations without the one that picks for a whole step."""
+class _Simple:
+    """Operations without those that a set may have besides the protocol."""
 
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
 
     def __getattr__(self, name: str) -> Any:
-        if name == "select":
+        if name in BESIDE:
             raise AttributeError(name)
         return getattr(self.ops, name)
 
@@ -312,7 +246,7 @@ class _Listener:
 
     def __getattr__(self, name: str) -> Any:
         own = getattr(self.ops, name)
-        return self._kept(name, own) if (name in vars(Ops) or name == "select") and callable(own) else own
+        return self._kept(name, own) if (name in vars(Ops) or name in BESIDE) and callable(own) else own
 
     def _kept(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

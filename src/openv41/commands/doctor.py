@@ -108,10 +108,10 @@ def _gpu(number: int) -> dict[str, Any]:
 def operations(ops: "Ops", device: str) -> dict[str, Any]:
     """For every operation of the protocol, and those that the set has besides, the class whose method it is. Inherited
     ones call the set's helpers."""
-    from openv41.ops import Ops, Selecting, selecting
+    from openv41.ops import BESIDES, Ops
 
     kind = type(ops)
-    protocols = (Ops,) if selecting(ops) is None else (Ops, Selecting)
+    protocols = (Ops, *(besides for besides in BESIDES if isinstance(ops, besides)))
     members = [item for protocol in protocols for item in vars(protocol).items()]
     asked = [name for name, member in members if callable(member) and not name.startswith("_")]
     owners = {name: next(base.__name__ for base in kind.__mro__ if name in vars(base)) for name in asked}

@@ -168,7 +168,7 @@ COMPONENTS: dict[str, Component] = {
         ),
         _part(
             "indexer", "indexer",
-            lambda row: [(f"{_attn(row)}.indexer", "forward"), (f"{_attn(row)}.indexer", "keys")], ("indexer",),
+            lambda row: [(f"{_attn(row)}.indexer", "forward"), (f"{_attn(row)}.indexer", "store_keys")], ("indexer",),
             indexer_words, lambda config, row: row.picks_from == row.layer,
         ),
         _part(

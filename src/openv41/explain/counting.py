@@ -22,6 +22,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from openv41.formats import BlockFormat
+from openv41.ops.compound import Compound
 from openv41.ops.reference import Activation, Numerics
 
 FORMATS = ("fp4_fp8", "fp8", "bf16", "fp32")
@@ -30,7 +31,7 @@ Listener = Callable[[str, Counter[str], Counter[str]], None]
 """Told the name of an operation, its FLOPs by format, and the bytes it reads by kind (`weights`, `table`)."""
 
 
-class CountingOps:
+class CountingOps(Compound):
     """Shapes of `numerics="published"`, on the meta device."""
 
     name = "counting"

@@ -38,7 +38,7 @@ from openv41.model.streams import Streams
 from openv41.model.transformer import Output, Transformer
 from openv41.model.vision import VisionBlock
 from openv41.plan import LayerPlan
-from openv41.state import Cache, Paged, Ring, Sight, Step
+from openv41.state import Cache, Groups, Paged, Ring, Sight, Step
 
 AXES = {
     "dim": "model width", "h": "head", "d": "head width", "r": "rank", "m": "stream", "k": "pick", "e": "expert",
@@ -54,7 +54,6 @@ RESULTS: dict[tuple[str, str], tuple[str, ...]] = {
     ("Attention", "query"): ("q", "qr"),
     ("Attention", "window"): ("", "window rows"),
     ("Attention", "stored"): ("row",),
-    ("Indexer", "keys"): ("index keys",),
     ("Attention", "output"): ("y",),
     ("Indexer", "forward"): ("picks",),
     ("Indexer", "queries"): ("q", "weights"),
@@ -275,7 +274,16 @@ class Recorder:
 
             return call
 
+        def rooms(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(groups: Groups) -> Any:
+                self._touch(kind, layer, written=len(groups.slot) * _row_bytes(table))
+                return original(groups)
+
+            return call
+
         undo = [replace("write", writes)]
+        if isinstance(table, Paged):
+            undo.append(replace("room", rooms))
         if kind in ("group", "tail"):
             undo.append(replace("push", reads))
         return undo
@@ -370,6 +378,9 @@ class Recorder:
     def _outputs(
         self, kind: str, method: str, result: Any, annotation: Any, arguments: dict[str, Any]
     ) -> Iterator[Value]:
+        if method == "store_keys":  # they are not given back
+            yield self._stored_keys(arguments["latents"], arguments["table"])
+            return
         results = result if isinstance(result, tuple) and not hasattr(result, "_fields") else (result,)
         names = RESULTS.get(
             (kind, method), ("y",) if len(results) == 1 else tuple(f"y{i}" for i in range(len(results)))
@@ -404,6 +415,12 @@ class Recorder:
                 yield self.describe("logits", value.logits, None, ("j", "vocab"))
                 if value.taps is not None:
                     yield self.describe("taps", value.taps, None, ("n", "width"))
+
+    def _stored_keys(self, latents: Tensor, table: Paged) -> Value:
+        keys = table.table[:1].expand(len(latents), -1)
+        width = _values(INDEX, keys)
+        shape = (self.batch, len(latents) // self.batch, width)
+        return Value("index keys", shape, ("batch", "group", "index width"), _stored_name(table, KEYS), keys.nbytes)
 
     def describe(self, name: str, value: Tensor, annotation: Any, axes: tuple[str, ...] | None = None) -> Value:
         if axes is None:
@@ -481,7 +498,7 @@ def edges(model: Transformer) -> Iterator[tuple[str, Any, str]]:
                 yield path, module, method
             if isinstance(module.far, Source):
                 yield path, module.far, "publish"
-                yield f"{path}.indexer", module.indexer, "keys"
+                yield f"{path}.indexer", module.indexer, "store_keys"
         elif isinstance(module, MarkovHead):
             yield path, module, "embedding"
             yield f"{path}.head", module.head, "forward"

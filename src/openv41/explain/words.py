@@ -103,7 +103,7 @@ def attention_words(config: Config, row: LayerPlan) -> list[Statement]:
             f"{config.o_groups} groups of heads are brought to {config.o_lora_rank} each before one map to the model's "
             "width.",
             ("o_groups", "o_lora_rank", "rope_head_dim"),
-            ("model.attention:Attention.output",),
+            ("model.attention:Attention.attend", "model.attention:Attention.output"),
         ),
     ]
 

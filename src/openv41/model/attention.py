@@ -9,6 +9,8 @@
 What a layer does about the far part is its role: see `model/far.py`.
 """
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ from openv41.model.compressor import Compressor
 from openv41.model.far import Reader, Rescorer, Source
 from openv41.model.indexer import Indexer, IndexKeys
 from openv41.model.layers import Linear, RMSNorm, Rotary, stored_in
-from openv41.ops import Ops
+from openv41.ops import Ops, already, opening, put_off
 from openv41.plan import LayerPlan, Role, plan_layers
 from openv41.state import Cache, Ring, Sight, Step
 
@@ -37,7 +39,7 @@ class Attention(nn.Module):
         row = plan[layer]
         c = config
         self.plan, self.layer, self.ops = row, layer, ops
-        self.heads, self.window_size, self.groups = c.n_heads, c.window_size, c.o_groups
+        self.width, self.window_size, self.groups = c.head_dim, c.window_size, c.o_groups
         self.scale = c.head_dim**-0.5
         self.rotary = Rotary.for_branch(c, compressed=row.ratio > 0)
         stored = stored_in(c)
@@ -75,31 +77,48 @@ class Attention(nn.Module):
         self, x: Float[Tensor, "n dim"], step: Step, sight: Sight, cache: Cache
     ) -> tuple[Float[Tensor, "n dim"], Sight]:
         """The layer's result for the step's tokens, and what it hands down. Writes the layer's part of the cache."""
-        q, qr = self.query(x, step.position)
-        near, near_rows = self.window(x, step, cache.windows[self.layer])
+        q, qr, near, near_rows = self.begin(x, step, cache.windows[self.layer])
         if self.far is None:
             far, far_rows = None, None
         else:
             sight = self.far(x, qr, step, sight, cache)
             far, far_rows = sight.far()
-        out = self.ops.sparse_attention(q, near, near_rows, far, far_rows, self.attn_sink, self.scale)
-        return self.output(out, step.position), sight
+        out = self.attend(q(), near, near_rows, far, far_rows, step.position)
+        return self.output(out), sight
+
+    def begin(
+        self, x: Float[Tensor, "n dim"], step: Step, ring: Ring
+    ) -> tuple[Callable[[], Tensor], Float[Tensor, "n r"], Shaped[Tensor, "a _"], Int[Tensor, "n w"]]:
+        """`query` and `window`: at one go, by a set of operations that can, where weights are quantised. What the heads
+        ask is given when it is asked for: the far part does not need it."""
+        at_once = opening(self.ops)
+        if at_once is None or self.wq_a.reads is None:
+            q, qr = self.query(x, step.position)
+            return already(q), qr, *self.window(x, step, ring)
+        back, angles = self.window_size - 1, self.rotary.at(step.position)
+        into = ring.room(step) if ring.takes(step, back) else None
+        qr, own = at_once.query_window(
+            x, self.wq_a.stored, self.wkv.stored, self.q_norm.stored, self.kv_norm.stored, angles, ring.packed, into
+        )
+        asked = put_off(self.ops, self.heads_of, qr, step.position)
+        table, rows = ring.push(step, None if into else own, back)
+        return asked, qr, table, rows(step.window(self.window_size))
 
     def query(
         self, x: Float[Tensor, "n dim"], position: Int[Tensor, "n"]
     ) -> tuple[Float[Tensor, "n h d"], Float[Tensor, "n r"]]:
         """Heads' queries, their tails rotated; and the low-rank vector they come from, which the indexer uses too."""
         qr = self.q_norm(self.wq_a(x))
-        q = self.wq_b(qr).unflatten(-1, (self.heads, -1))  # [n, h, d]
-        return self.ops.rotate(q, *self.rotary.at(position), inverse=False), qr
+        return self.heads_of(qr, position), qr
 
-    def key_value(self, x: Float[Tensor, "n dim"], position: Int[Tensor, "n"]) -> Float[Tensor, "n d"]:
-        """The vector that a token puts into the window: the rotated tail will be rounded with the rest."""
-        return self.ops.rotate(self.kv_norm(self.wkv(x)), *self.rotary.at(position), inverse=False)
+    def heads_of(self, qr: Float[Tensor, "n r"], position: Int[Tensor, "n"]) -> Float[Tensor, "n h d"]:
+        """Of low-rank vectors, which come normed: the queries alone."""
+        return self.ops.rotated_linear(qr, *self.wq_b.stored, self.width, self.rotary.at(position))
 
     def stored(self, x: Float[Tensor, "n dim"], position: Int[Tensor, "n"], packed: bool) -> Shaped[Tensor, "n _"]:
-        """The same as a table holds it: rounded, or (packed) as records of bytes."""
-        return self.ops.store(self.key_value(x, position), WINDOW, packed)
+        """The vector that a token puts into the window, as a table holds it: its tail rotated, and all of it rounded,
+        or (packed) as a record of bytes."""
+        return self.ops.rotated_store(self.wkv(x), self.kv_norm.stored, self.rotary.at(position), WINDOW, packed)
 
     def window(
         self, x: Float[Tensor, "n dim"], step: Step, ring: Ring
@@ -109,9 +128,20 @@ class Attention(nn.Module):
         table, rows = ring.push(step, own, self.window_size - 1)
         return table, rows(step.window(self.window_size))
 
-    def output(self, out: Float[Tensor, "n h d"], position: Int[Tensor, "n"]) -> Float[Tensor, "n dim"]:
-        """Values carry the rotation of their key's position: the query's own is turned back. Then groups of heads are
-        brought to low rank each, and all of them to the model's width."""
-        out = self.ops.rotate(out, *self.rotary.at(position), inverse=True)
+    def attend(
+        self,
+        q: Float[Tensor, "n h d"],
+        near: Shaped[Tensor, "a _"],
+        near_rows: Int[Tensor, "n w"],
+        far: Shaped[Tensor, "b _"] | None,
+        far_rows: Int[Tensor, "n k"] | None,
+        position: Int[Tensor, "n"],
+    ) -> Float[Tensor, "n h d"]:
+        """Values carry the rotation of their key's position: the query's own is turned back."""
+        angles = self.rotary.at(position)
+        return self.ops.rotated_attention(q, near, near_rows, far, far_rows, self.attn_sink, self.scale, angles)
+
+    def output(self, out: Float[Tensor, "n h d"]) -> Float[Tensor, "n dim"]:
+        """Groups of heads are brought to low rank each, and all of them to the model's width."""
         groups = out.flatten(1).unflatten(1, (self.groups, -1))  # [n, g, h * d / g]
-        return self.wo_b(self.ops.grouped_linear(groups, self.wo_a.weight, self.wo_a.scale).flatten(1))
+        return self.wo_b(self.ops.rounded_grouped_linear(groups, *self.wo_a.stored, self.wo_b.reads))

@@ -6,9 +6,10 @@ cache, and no token sees it.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from openv41.config import Config
@@ -37,9 +38,14 @@ class Compressor(nn.Module):
         pairs = torch.cat((self.wkv(x), self.wgate(x)), -1)  # [n, 2 d]
         table, rows = group.push(step, pairs, self.ratio - 1)
         kv, gate = table.chunk(2, -1)
+        members = self.members(step, rows, pairs.requires_grad)
+        return self.ops.pooled(kv, gate, members, self.norm.stored)
+
+    def members(self, step: Step, rows: Callable[[Tensor], Tensor], gradient: bool) -> Int[Tensor, "groups ratio"]:
+        """Rows of each group's tokens. All sources of a ratio ask for the same, unless some tables carry gradient."""
         groups = step.groups(self.ratio)
-        members = rows_of_tokens(rows, step, groups.token, groups.position)
-        return self.norm(self.ops.pool(kv, gate, members))
+        make = partial(rows_of_tokens, rows, step, groups.token, groups.position)
+        return step.remember(("members", self.ratio, gradient), make)
 
 
 def rows_of_tokens(rows: Callable[[Tensor], Tensor], step: Step, token: Tensor, position: Tensor) -> Tensor:

@@ -96,8 +96,7 @@ class Stage(Block):
         attn, packed = self.attn, history.dtype == torch.uint8
         q, _ = attn.query(x, position)
         near = torch.cat((history, attn.stored(x, position, packed)))
-        out = attn.ops.sparse_attention(q, near, rows, None, None, attn.attn_sink, attn.scale)
-        return attn.output(out, position)
+        return attn.output(attn.attend(q, near, rows, None, None, position))
 
 
 class Proposal(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from openv41.formats import INDEX, LATENT
+from openv41.formats import LATENT
 from openv41.model.compressor import Compressor
 from openv41.model.indexer import Indexer, IndexKeys, Keys
 from openv41.plan import LayerPlan, last_published
@@ -41,7 +41,7 @@ class Source:
         keys = [self._keys(run, cache) for run in step.runs]
         picks = self.indexer(x, qr, step, keys, within=None)
         latents, _ = sight.source()
-        made = {"picks": picks.positions, "rows": latents.rows(step.slot, picks.positions)}
+        made = {"picks": picks.positions, "rows": picks.rows_in(latents, step.slot)}
         if picks.blocks is not None:
             made["candidates"] = picks.blocks
         return sight.having(**made)
@@ -56,10 +56,10 @@ class Source:
             return sight.having(latents=state.latents, keys=state.keys)
         ops = self.indexer.ops
         with torch.no_grad():  # keys only choose
-            state.keys.write(groups, ops.store(self.indexer.keys(latents, first), INDEX, state.keys.packed))
-        turned = ops.rotate(latents, *self.indexer.rotary.at(first), inverse=False)
-        table = state.latents.push(groups, ops.store(turned, LATENT, state.latents.packed))
-        return sight.having(latents=table, keys=state.keys)
+            self.indexer.store_keys(latents, first, state.keys, state.keys.room(groups))
+        table, room = state.latents, None if latents.requires_grad else state.latents.room(groups)
+        own = ops.rotated_store(latents, None, self.indexer.rotary.at(first), LATENT, table.packed, room)
+        return sight.having(latents=table.push(groups, own if room is None else None), keys=state.keys)
 
     def _keys(self, run: Run, cache: Cache) -> Keys:
         layer, count = self.plan.layer, run.end // self.plan.ratio
@@ -80,8 +80,8 @@ class Rescorer:
     ) -> Sight:
         latents, keys = sight.source()
         known = [Keys.of_slot(keys, run.slot, run.end // keys.ratio, self.indexer.ops) for run in step.runs]
-        picks = self.indexer(x, qr, step, known, sight.candidates).positions
-        return sight.having(picks=picks, rows=latents.rows(step.slot, picks))
+        picks = self.indexer(x, qr, step, known, sight.candidates)
+        return sight.having(picks=picks.positions, rows=picks.rows_in(latents, step.slot))
 
 
 @dataclass(frozen=True)

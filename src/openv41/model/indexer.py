@@ -22,9 +22,9 @@ from openv41.config import Config
 from openv41.formats import INDEX
 from openv41.model.layers import Linear, RMSNorm, Rotary, stored_in
 from openv41.model.picking import GATHER, SCORE_BYTES, Keys, Picks, find_picks
-from openv41.ops import Ops
+from openv41.ops import Ops, Place, meanwhile
 from openv41.plan import LayerPlan
-from openv41.state import Step
+from openv41.state import Paged, Step
 
 IndexKeys = Literal["own_keys", "as_written"]
 
@@ -37,7 +37,7 @@ class Indexer(nn.Module):
         super().__init__()
         c = config
         self.ops, self.rotary, self.ratio = ops, rotary, plan.ratio
-        self.heads, self.topk = c.index_n_heads, c.index_topk
+        self.heads, self.width, self.topk = c.index_n_heads, c.index_head_dim, c.index_topk
         self.block = c.candidate_block_size
         self.keeps_blocks = c.candidate_topk_blocks if plan.publishes_candidates else 0
         self.weight_scale = (c.index_head_dim * c.index_n_heads) ** -0.5
@@ -57,14 +57,22 @@ class Indexer(nn.Module):
         """Index keys of latents (normed, not rotated), each rotated at its group's first token; not yet rounded."""
         return self.ops.rotate(self.k_norm(self.wk(latents)), *self.rotary.at(position), inverse=False)
 
+    def store_keys(self, latents: Float[Tensor, "g d"], position: Int[Tensor, "g"], table: Paged, into: Place) -> None:
+        """The same, rounded, into rows of their table."""
+        angles = self.rotary.at(position)
+        self.ops.rotated_store(self.wk(latents), self.k_norm.stored, angles, INDEX, table.packed, into)
+
     def queries(
         self, x: Float[Tensor, "n dim"], qr: Float[Tensor, "n r"], position: Int[Tensor, "n"]
     ) -> tuple[Float[Tensor, "n i c"], Float[Tensor, "n i"]]:
         """Rounded queries, and the weight of each head."""
-        q = self.wq_b(qr).unflatten(-1, (self.heads, -1))  # [n, i, c]
-        q = self.ops.rotate(q, *self.rotary.at(position), inverse=False)
+        weights = meanwhile(self.ops, self.head_weights, x)
+        q = self.ops.rotated_linear(qr, *self.wq_b.stored, self.width, self.rotary.at(position), INDEX)
+        return q, weights()
+
+    def head_weights(self, x: Float[Tensor, "n dim"]) -> Float[Tensor, "n i"]:
         weights = self.weights_proj(x)
-        return self.ops.quantise(q, INDEX), (weights * self.weight_scale).to(weights.dtype)
+        return (weights * self.weight_scale).to(weights.dtype)
 
     @torch.no_grad()  # picks are numbers: no gradient passes through them
     def forward(

@@ -5,7 +5,7 @@ Parameters are created empty, in the formats they are stored in: load a checkpoi
 
 import math
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from openv41.config import Config
 from openv41.errors import OpsError
-from openv41.formats import TILE
+from openv41.formats import TILE, WINDOW, BlockFormat
 from openv41.ops import Ops
 
 Stored = Literal["fp8", "fp4", "bf16", "fp32"]
@@ -53,8 +53,18 @@ class Linear(nn.Module):
         self.ops = ops
         self.weight, self.scale = empty_weight(stored, outputs, inputs)
 
+    @property
+    def stored(self) -> tuple[Tensor, Any]:
+        """As operations take it: the weight, and what stands beside it: scales, or a master's format."""
+        return self.weight, self.scale
+
+    @property
+    def reads(self) -> BlockFormat | None:
+        """What activations are rounded to on their way in."""
+        return None if self.scale is None else WINDOW
+
     def forward(self, x: Float[Tensor, "n inputs"]) -> Float[Tensor, "n outputs"]:
-        return self.ops.linear(x, self.weight, self.scale)
+        return self.ops.linear(x, *self.stored)
 
 
 class WideLinear(nn.Module):
@@ -84,6 +94,11 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.ops, self.eps = ops, eps
         self.weight = nn.Parameter(torch.ones(width, dtype=dtype))
+
+    @property
+    def stored(self) -> tuple[Tensor, float]:
+        """As operations take it: weight and eps."""
+        return self.weight, self.eps
 
     def forward(self, x: Float[Tensor, "*n width"]) -> Float[Tensor, "*n width"]:
         return self.ops.rms_norm(x, self.weight, self.eps)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from openv41.formats import INDEX
 from openv41.ops import Ops, Selecting, launch_bound, rows_at_once, selecting
-from openv41.state import Paged, Run, Step
+from openv41.state import Joined, Paged, Run, Step
 from openv41.state.step import on_device
 
 SCORE_BYTES = 256 << 20
@@ -45,10 +45,18 @@ def bytes_of_score(heads: int) -> int:
 @dataclass(frozen=True)
 class Picks:
     """`positions` [n, k]: picked compressed positions, ascending, -1 behind. `blocks` [n, blocks]: the candidates, if
-    this layer chooses them."""
+    this layer chooses them. `rows`: the positions' rows in the cache's tables of the layer's ratio, where they are
+    known."""
 
     positions: Int[Tensor, "n k"]
     blocks: Bool[Tensor, "n blocks"] | None
+    rows: Int[Tensor, "n k"] | None = None
+
+    def rows_in(self, table: Paged | Joined, slot: Int[Tensor, "n"]) -> Int[Tensor, "n k"]:
+        """The picks as row numbers of a table of the layer's ratio."""
+        if self.rows is None or isinstance(table, Joined):
+            return table.rows(slot, self.positions)
+        return self.rows
 
 
 @dataclass(frozen=True)
@@ -161,11 +169,11 @@ def whole_step(
     held = table.pages.numbers.shape[1] * table.per_page
     most = min(max(known.count for known in keys) + -(-step.ahead // rule.ratio), held)
     runs = [run.length for run in step.runs]
-    positions, blocks = ops.select(
+    positions, rows, blocks = ops.select(
         q, weights, table.table, step.slot, table.pages.numbers, table.per_page, step.visible(rule.ratio),
         min(rule.topk, most), most, runs, rule.block, rule.keeps_blocks, within, rule.most_blocks, rule.score_bytes,
     )  # fmt: skip
-    return Picks(positions, blocks)
+    return Picks(positions, blocks, rows if table.ratio == rule.ratio else None)
 
 
 # All sequences together

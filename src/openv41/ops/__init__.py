@@ -13,6 +13,7 @@ differentiated and compared to 1e-9).
 """
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from openv41.errors import OpsError
 from openv41.formats import BlockFormat
+from openv41.ops.besides import BESIDES, Opening, Selecting, already, meanwhile, opening, put_off, selecting
+from openv41.ops.compound import Angles, Compound, Place
 from openv41.ops.pieces import launch_bound, rows_at_once
 from openv41.ops.reference import Activation, Numerics, ReferenceOps
 
@@ -165,54 +168,81 @@ class Ops(Protocol):
     ) -> Float[Tensor, "n m dim"]:
         """streams + gate * value, the gate from the agreement of stream and key; where not `open` it is 0."""
 
+    # Of several operations, as `ops.compound` composes them
 
-@runtime_checkable
-class Selecting(Protocol):
-    """What a set may have besides: score and pick for all tokens of a step at once, through the pages of the cache."""
-
-    def select(
+    def rotated_linear(
         self,
-        q: Float[Tensor, "n i c"],
-        weights: Float[Tensor, "n i"],
-        table: Shaped[Tensor, "rows _"],
-        slot: Int[Tensor, "n"],
-        pages: Int[Tensor, "slots pages"],
-        per_page: int,
-        visible: Int[Tensor, "n"],
-        k: int,
-        most: int,
-        runs: Sequence[int],
-        block: int,
-        keep: int,
-        within: Bool[Tensor, "n blocks"] | None,
-        kept: int,
-        budget: int,
-    ) -> tuple[Int[Tensor, "n k"], Bool[Tensor, "n blocks"] | None]:
-        """Each token's picks among its slot's first `visible` positions (`most` at most), as `index_scores` and `pick`
-        give them; with `keep`, its best blocks of `block` positions too, as `pick_blocks` gives them.
+        x: Float[Tensor, "n inputs"],
+        weight: Tensor,
+        scale: Any,
+        width: int,
+        angles: Angles,
+        form: BlockFormat | None = None,
+    ) -> Float[Tensor, "n h width"]:
+        """A linear map to heads of `width`, their tails turned; rounded to `form` if there is one."""
 
-        Position p of slot s is row `pages[s, p // per_page] * per_page + p % per_page` of the table. `runs`: tokens of
-        one slot in a row, run by run. `within`: blocks inside which to pick, `kept` of a row's at most. `budget`: bytes
-        of scores that may exist at a time."""
+    def rotated_store(
+        self,
+        x: Float[Tensor, "n d"],
+        norm: tuple[Tensor, float] | None,
+        angles: Angles,
+        form: BlockFormat,
+        packed: bool,
+        into: Place | None = None,
+    ) -> Shaped[Tensor, "_ _"]:
+        """What goes into a table for x, (normed and) turned: into rows of it, or given back."""
 
+    def pooled(
+        self,
+        kv: Float[Tensor, "a d"],
+        gate: Float[Tensor, "a d"],
+        rows: Int[Tensor, "groups ratio"],
+        norm: tuple[Tensor, float],
+    ) -> Float[Tensor, "groups d"]:
+        """`pool`, normed."""
 
-def selecting(ops: Any) -> Selecting | None:
-    """The same set, if it has that operation too."""
-    return ops if hasattr(ops, "select") else None
+    def rotated_attention(
+        self,
+        q: Float[Tensor, "n h d"],
+        near: Shaped[Tensor, "a _"],
+        near_rows: Int[Tensor, "n w"],
+        far: Shaped[Tensor, "b _"] | None,
+        far_rows: Int[Tensor, "n k"] | None,
+        sink: Float[Tensor, "h"],
+        scale: float,
+        angles: Angles,
+    ) -> Float[Tensor, "n h d"]:
+        """Sparse attention, its result turned back by the query's own angles."""
+
+    def rounded_grouped_linear(
+        self, x: Float[Tensor, "n g inputs"], weight: Tensor, scale: Any, form: BlockFormat | None
+    ) -> Float[Tensor, "n outputs"]:
+        """`grouped_linear`, the groups' results side by side, rounded as the map that reads them would round them."""
 
 
 SETS = ("reference", "fast", "cpu", "hopper")
 
 __all__ = [
+    "BESIDES",
     "SETS",
     "Activation",
+    "Angles",
+    "Compound",
     "Numerics",
+    "Opening",
     "Ops",
+    "Place",
     "ReferenceOps",
     "Selecting",
+    "already",
     "choose",
     "launch_bound",
+    "meanwhile",
+    "opening",
+    "put_off",
     "rows_at_once",
+    "selecting",
+    "trains_by_kernel",
 ]
 
 
@@ -241,17 +271,27 @@ def choose(
     if want == "cpu" and kind != "cpu":
         raise OpsError(f"the cpu ops run on the CPU only, not on {kind}: use fast or auto there")
     sets: dict[str, type[ReferenceOps]] = {"reference": ReferenceOps, "fast": FastOps, "cpu": CpuOps}
-    ops = (_hopper(device) if want == "hopper" else sets[want])(numerics, **options)
+    ops = (_hopper(device, training) if want == "hopper" else sets[want])(numerics, **options)
     return TrainingOps(ops) if training else ops
 
 
-def _hopper(device: str | torch.device) -> type[ReferenceOps]:
-    """The class of the hopper ops, whose kernels are only there where Triton is."""
+def _hopper(device: str | torch.device, training: bool) -> type[ReferenceOps]:
+    """The class of the hopper ops, those for training or the others. Their kernels are only there where Triton is."""
     kind = torch.device(device)
     if kind.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability(kind)[0] != 9:
         raise OpsError(f"the hopper ops run on GPUs of compute capability 9.0, not on {kind}: use fast or auto there")
     try:
-        from openv41.ops.hopper import HopperOps
+        from openv41.ops.hopper import HopperOps, TrainedOps
     except ModuleNotFoundError as error:
         raise OpsError(f"the hopper ops need {error.name}: install the extra hopper, or use fast") from None
-    return HopperOps
+    return TrainedOps if training else HopperOps
+
+
+def trains_by_kernel(device: str | torch.device, heads: int, width: int, streams: int, dim: int) -> bool:
+    """Whether the hopper ops train here a model with so many heads of `width`, and so many streams of `dim`."""
+    kind = torch.device(device)
+    if kind.type != "cuda" or torch.cuda.get_device_capability(kind)[0] != 9 or find_spec("triton") is None:
+        return False
+    from openv41.ops.hopper import TrainedOps
+
+    return TrainedOps.fits(heads, width, streams, dim)

@@ -12,7 +12,7 @@ are differentiable as they are.
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -115,11 +115,15 @@ class FastOps(ReferenceOps):
     def quantise(self, x: Float[Tensor, "*n k"], form: BlockFormat) -> Float[Tensor, "*n k"]:
         return round_activation(x) if form is WINDOW and not self.plain else super().quantise(x, form)
 
+    def round_activation(self, x: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
+        """As a quantised linear map meets it."""
+        return round_activation(x)
+
     # Linear maps: activation and weight rounded to their grids, then one product
 
-    def linear(self, x: Float[Tensor, "n inputs"], weight: Tensor, scale: Tensor | None) -> Float[Tensor, "n outputs"]:
+    def linear(self, x: Float[Tensor, "n inputs"], weight: Tensor, scale: Any) -> Float[Tensor, "n outputs"]:
         if scale is not None and not self.plain:
-            x = round_activation(x)
+            x = self.round_activation(x)
         return self._product(x, self.values(weight, scale)).to(x.dtype)
 
     def linear_wide(self, x: Float[Tensor, "n inputs"], weight: Tensor) -> Float[Tensor, "n outputs"]:
@@ -130,7 +134,7 @@ class FastOps(ReferenceOps):
         return F.linear(x.to(values.dtype), values, bias.to(values.dtype)).to(x.dtype)
 
     def grouped_linear(
-        self, x: Float[Tensor, "n g inputs"], weight: Tensor, scale: Tensor | None
+        self, x: Float[Tensor, "n g inputs"], weight: Tensor, scale: Any
     ) -> Float[Tensor, "n g outputs"]:
         groups = self.values(weight, scale).unflatten(0, (x.shape[1], -1))  # [g, outputs, inputs]
         return (x.to(groups.dtype).transpose(0, 1) @ groups.mT).transpose(0, 1).to(x.dtype)
@@ -138,7 +142,7 @@ class FastOps(ReferenceOps):
     def _product(self, x: Tensor, values: Tensor) -> Tensor:
         return F.linear(x.to(values.dtype), values)
 
-    def values(self, weight: Tensor, scale: Tensor | None, wide: bool = False) -> Tensor:
+    def values(self, weight: Tensor, scale: Any, wide: bool = False) -> Tensor:
         """The weight's values in the dtype that products are taken in: kept if this set caches, else made anew."""
         dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         if self.bf16_products and self.dtype == torch.bfloat16 and not wide:
@@ -162,6 +166,12 @@ class FastOps(ReferenceOps):
     def swiglu(
         self, gate: Float[Tensor, "n f"], up: Float[Tensor, "n f"], limit: float, routing: Tensor | None
     ) -> Float[Tensor, "n f"]:
+        return self.gated(gate, up, limit, routing)
+
+    def gated(
+        self, gate: Float[Tensor, "*n f"], up: Float[Tensor, "*n f"], limit: float, routing: Tensor | None
+    ) -> Float[Tensor, "*n f"]:
+        """`swiglu`, of one expert or of many beside one another."""
         return Gated.apply(gate, up, limit, routing)
 
     def experts(
@@ -169,13 +179,13 @@ class FastOps(ReferenceOps):
         x: Float[Tensor, "n dim"],
         routing: Float[Tensor, "n k"],
         chosen: Int[Tensor, "n k"],
-        w1: tuple[Tensor, Tensor | None],
-        w2: tuple[Tensor, Tensor | None],
-        w3: tuple[Tensor, Tensor | None],
+        w1: tuple[Tensor, Any],
+        w2: tuple[Tensor, Any],
+        w3: tuple[Tensor, Any],
         limit: float,
     ) -> Float[Tensor, "n dim"]:
         """All tokens through all experts where these are few; else each expert's tokens, told by one sort of all."""
-        rounds = round_activation if w1[1] is not None and not self.plain else None
+        rounds = self.round_activation if w1[1] is not None and not self.plain else None
         inputs = x if rounds is None else rounds(x)
         if takes_all(w1[0].shape[0], chosen.shape[1]):
             gate, up, down = (self.values(*w) for w in (w1, w3, w2))
@@ -217,14 +227,14 @@ class FastOps(ReferenceOps):
         share = routing.new_zeros(len(x), gate.shape[0]).scatter(1, chosen, routing).unsqueeze(2)  # [n, e, 1]
         opened = self._product(x, gate.flatten(0, 1)).to(x.dtype).unflatten(1, gate.shape[:2])  # [n, e, f]
         raised = self._product(x, up.flatten(0, 1)).to(x.dtype).unflatten(1, up.shape[:2])
-        hidden = Gated.apply(opened, raised, limit, share)
+        hidden = self.gated(opened, raised, limit, share)
         hidden = hidden if rounds is None else rounds(hidden)
         if self.plain:
             return wide(hidden.flatten(1)) @ down.mT.flatten(0, 1)  # the sum over the experts is the product's own
         results = hidden.to(down.dtype).transpose(0, 1) @ down.mT  # [e, n, dim]
         return wide(results.to(x.dtype)).sum(0)
 
-    def _expert(self, stacked: tuple[Tensor, Tensor | None], expert: int) -> Tensor:
+    def _expert(self, stacked: tuple[Tensor, Any], expert: int) -> Tensor:
         weight, scale = stacked
         if self.caches:
             return self.values(weight, scale)[expert]

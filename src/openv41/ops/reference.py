@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from openv41.errors import OpsError
 from openv41.formats import LATENT, WINDOW, BlockFormat, e2m1_values, split_nibbles, unpack_weight
 from openv41.ops import exact
+from openv41.ops.compound import Compound
 
 Numerics = Literal["published", "plain"]
 Activation = Literal["silu", "gelu"]
@@ -35,7 +36,7 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-class ReferenceOps:
+class ReferenceOps(Compound):
     """The judge: slow and plain. `numerics`: "published" or "plain"; `dtype`: the activations', for plain numerics."""
 
     name: str = "reference"

@@ -32,6 +32,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from openv41.errors import OpsError
 from openv41.formats import LATENT, WINDOW, BlockFormat, WeightFormat
+from openv41.ops.compound import Compound
 from openv41.ops.fast import FastOps, by_expert, bytes_of_query, one_table, round_activation, takes_all, version
 from openv41.ops.pieces import launch_bound, rows_at_once
 from openv41.ops.reference import Activation, ReferenceOps, wide
@@ -49,7 +50,7 @@ QUERIES = 64
 """Queries whose rows attention's backward gathers at a time on a CPU."""
 
 
-class TrainingOps:
+class TrainingOps(Compound):
     """`inner`, any set of operations, differentiable in whatever is a float tensor. Same results, same numerics."""
 
     takes_masters = True
@@ -60,6 +61,8 @@ class TrainingOps:
         self.few_steps = getattr(inner, "few_steps", False)
         self.published = inner.numerics == "published"
         self.twin = Twin(self.published, torch.float32 if self.published else inner.dtype)
+        self.rounds_masters = getattr(inner, "takes_masters", False)
+        self.wide = type(inner)("plain", torch.float32) if self.rounds_masters else WIDE
         self.packed = WeakIdKeyDictionary()
 
     def _through(self, run: Callable[..., Any], gradients: Gradients, *inputs: Any) -> Any:
@@ -73,9 +76,9 @@ class TrainingOps:
 
     # Masters
 
-    def stored(self, weight: Tensor, scale: Scale) -> tuple[Tensor, Tensor | None]:
-        """A weight as other sets of operations take it: a master as codes and scales."""
-        if not isinstance(scale, WeightFormat):
+    def stored(self, weight: Tensor, scale: Scale) -> tuple[Tensor, Any]:
+        """A weight as the set within takes it: a master as codes and scales, or, where that set rounds, as it is."""
+        if not isinstance(scale, WeightFormat) or self.rounds_masters:
             return weight, scale
         held = self.packed.get(weight)
         if held is None or held[0] != version(weight):
@@ -86,6 +89,8 @@ class TrainingOps:
     def forget(self) -> None:
         """Masters have changed in a way that does not count as a change in place: pack them anew."""
         self.packed.clear()
+        if self.rounds_masters:
+            self.inner.forget()
 
     def values(self, weight: Tensor, scale: Scale) -> Tensor:
         """What is multiplied with, in wide precision."""
@@ -109,12 +114,20 @@ class TrainingOps:
     ) -> list[Tensor | None]:
         x, weight, scale = inputs
         g = wide(results[0])
-        met = round_activation(wide(x)) if self.published and scale is not None else wide(x)
+        met = wide(self._rounded(x)) if self.published and scale is not None else wide(x)
         return [
             g @ self.values(weight, scale) if wanted[0] else None,
             g.mT @ met if wanted[1] else None,
             None,
         ]
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        """x as a quantised linear map meets it."""
+        return self.inner.round_activation(x) if self.few_steps else round_activation(x)
+
+    def _straight(self, x: Tensor) -> Tensor:
+        """The same, the gradient passed on."""
+        return straight(x, self._rounded(x.detach()))
 
     def linear_wide(self, x: Float[Tensor, "n inputs"], weight: Tensor) -> Float[Tensor, "n outputs"]:
         return self._smooth("linear_wide", x, weight)
@@ -203,7 +216,8 @@ class TrainingOps:
         sink: Float[Tensor, "h"],
         scale: float,
     ) -> Float[Tensor, "n h d"]:
-        gradients = partial(attention_gradients, self.twin)
+        own = getattr(self.inner, "attention_gradients", None)
+        gradients = partial(attention_gradients, self.twin) if own is None else own
         return self._through(self.inner.sparse_attention, gradients, q, near, near_rows, far, far_rows, sink, scale)
 
     def full_attention(
@@ -282,12 +296,12 @@ class TrainingOps:
     ) -> list[Tensor | None]:
         """Of the routed experts, where all tokens go through all of them."""
         x, routing, chosen, *weights, limit = inputs
-        rounds = straight_activation if self.published and weights[1] is not None else None
+        rounds = self._straight if self.published and weights[1] is not None else None
         leaves = {0: _leaf(x), 1: _leaf(routing)}
         leaves |= {place + 3: _leaf(self.values(weights[place], weights[place + 1])) for place in (0, 2, 4)}
         with torch.enable_grad():
             met = leaves[0] if rounds is None else rounds(leaves[0])
-            out = WIDE.all_experts(met, leaves[1], chosen, leaves[3], leaves[7], leaves[5], limit, rounds)
+            out = self.wide.all_experts(met, leaves[1], chosen, leaves[3], leaves[7], leaves[5], limit, rounds)
         places = [place for place in leaves if wanted[place]]
         grads = torch.autograd.grad(out, [leaves[place] for place in places], results[0].to(out.dtype))
         found = dict(zip(places, grads, strict=True))
@@ -376,11 +390,6 @@ def expert_of(stacked: tuple[Tensor, Scale], expert: int) -> tuple[Tensor, Scale
 def straight(x: Tensor, rounded: Tensor) -> Tensor:
     """The values of `rounded`, the gradient of `x`."""
     return _Straight.apply(x, rounded) if x.requires_grad and torch.is_grad_enabled() else rounded
-
-
-def straight_activation(x: Tensor) -> Tensor:
-    """x rounded as the activation of a quantised linear map, its gradient passed on."""
-    return straight(x, round_activation(x.detach()))
 
 
 class _Straight(torch.autograd.Function):
@@ -546,6 +555,10 @@ def table_gradients(inputs: list[Any], wanted: Sequence[bool], results: Sequence
     """Of a look-up: a sparse tensor that holds the rows looked up, and no others."""
     table, _, rows = inputs
     values = results[0].flatten(0, -2).to(table.dtype)
-    # Not checked: rows were looked up, so they exist; and a check would ask the device.
-    found = torch.sparse_coo_tensor(rows.flatten().unsqueeze(0), values, table.shape, check_invariants=False)
+    # Not checked: rows were looked up, so they exist; and a check would ask the device. What `sparse_coo_tensor` calls
+    # itself: that one warns where nothing is checked, from PyTorch 2.11 on even where it is told not to.
+    found = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
+        1, values.dim() - 1, table.shape, rows.flatten().unsqueeze(0), values,
+        dtype=values.dtype, layout=torch.sparse_coo, device=values.device,
+    )  # fmt: skip
     return [found, None, None]

@@ -48,6 +48,8 @@ class Groups:
     position: Int[Tensor, "g ratio"]
     token: Int[Tensor, "g"]
     """Row of the step whose token completes the group."""
+    places: dict[Any, Int[Tensor, "g"]] = field(default_factory=dict, repr=False, compare=False)
+    """Rows of a cache's tables, worked out once a step: see `Paged.places`."""
 
     @cached_property
     def first(self) -> Int[Tensor, "g"]:

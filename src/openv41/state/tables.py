@@ -23,17 +23,31 @@ class Ring:
         """Whether rows are records of bytes."""
         return self.table.dtype == torch.uint8
 
+    def takes(self, step: Step, back: int) -> bool:
+        """Whether all of the step's rows may be written before any is read: none overwrites one that is needed."""
+        return step.longest <= self.size - back
+
+    def room(self, step: Step) -> tuple[Tensor, Int[Tensor, "n"]]:
+        """The table of all slots, and where in it each token's row goes: for who writes there at once."""
+        return self.table.flatten(0, 1), self.places(step)
+
+    def places(self, step: Step) -> Int[Tensor, "n"]:
+        """Where each token's row goes in the table of all slots."""
+        return step.remember(("places", self.size), lambda: step.slot * self.size + step.position % self.size)
+
     def push(
-        self, step: Step, own: Tensor, back: int
+        self, step: Step, own: Tensor | None, back: int
     ) -> tuple[Tensor, Callable[[Int[Tensor, "n w"]], Int[Tensor, "n w"]]]:
-        """Take in the step's rows [n, width]; return a table and the function from each token's positions to its rows.
+        """Take in the step's rows [n, width], or None if they lie in their `room` already; return a table and the
+        function from each token's positions to its rows.
 
         The table holds at least the step's own rows and the `back` positions before each run. Short runs are written
         first and read from the ring itself. A run that would overwrite rows it still needs gets a joined table, the
         history copied before its own rows, and the ring is written behind it: gradients flow through the own rows.
         """
-        if step.longest <= self.size - back and not own.requires_grad:
-            self.write(step, own)
+        if own is None or (self.takes(step, back) and not own.requires_grad):
+            if own is not None:
+                self.write(step, own)
             return self.table.flatten(0, 1), lambda positions: self._rows(step, positions)
         history, rows = self.before(step, back)
         joined = torch.cat((history, own)) if len(history) or history.dtype != own.dtype else own
@@ -48,25 +62,29 @@ class Ring:
         return history, lambda positions: _joined_rows(step, back, positions)
 
     def _rows(self, step: Step, positions: Tensor) -> Tensor:
-        rows = step.slot.unsqueeze(1) * self.size + positions % self.size
-        return rows.masked_fill(positions < 0, -1)
+        """All layers ask for the same window's rows: those are worked out once a step."""
+        held = step.remember(("rows", self.size), dict)
+        if "window" not in held or held["window"][0] is not positions:
+            rows = step.slot.unsqueeze(1) * self.size + positions % self.size
+            held["window"] = positions, rows.masked_fill(positions < 0, -1)  # told by identity, so kept alive
+        return held["window"][1]
 
     def write(self, step: Step, own: Tensor) -> None:
         """Take in the step's rows [n, width], of a long run the last that there is room for."""
-        kept, rows = step.remember(("kept", self.size), lambda: self._last_of_each_run(step))
-        self.table.flatten(0, 1)[rows] = own.detach()[kept].to(self.table.dtype)
+        own, rows = own.detach(), self.places(step)
+        if step.longest > self.size:
+            kept, rows = step.remember(("kept", self.size), lambda: self._last_of_each_run(step))
+            own = own[kept]
+        self.table.flatten(0, 1)[rows] = own.to(self.table.dtype)
 
     def _last_of_each_run(self, step: Step) -> tuple[Int[Tensor, "kept"], Int[Tensor, "kept"]]:
         """Rows of the step, and where they go in the table of all slots."""
-        if step.ahead:
-            kept = torch.arange(len(step), device=step.device)
-            return kept, step.slot * self.size + step.position % self.size
         ends = [run.first + run.length for run in step.runs]
         firsts = [max(run.first, end - self.size) for run, end in zip(step.runs, ends, strict=True)]
         (kept,) = on_device(
             (np.concatenate([np.arange(*span) for span in zip(firsts, ends, strict=True)]),), step.device
         )
-        return kept, step.slot[kept] * self.size + step.position[kept] % self.size
+        return kept, self.places(step)[kept]
 
     def put(self, slot: int, length: int, rows: Tensor) -> None:
         """The latest rows of a slot that stands at `length`, oldest first."""
@@ -190,17 +208,28 @@ class Paged:
         """The table in the cache: this one."""
         return self
 
-    def push(self, groups: Groups, values: Tensor) -> "Paged | Joined":
-        """Take in what a step made of the groups that it completes [groups, width]; return the table to read, which is
-        this one, or, where the values carry gradient, one in which they do so."""
+    def push(self, groups: Groups, values: Tensor | None) -> "Paged | Joined":
+        """Take in what a step made of the groups that it completes [groups, width], or None if it lies in their `room`
+        already; return the table to read, which is this one, or, where the values carry gradient, one in which they do
+        so."""
+        if values is None:
+            return self
         self.write(groups, values)
         return Joined(self, groups, values) if values.requires_grad else self
 
     def write(self, groups: Groups, values: Tensor) -> None:
         if values.shape[0]:
-            self.table[self.rows(groups.slot, groups.index.unsqueeze(1)).squeeze(1)] = values.detach().to(
-                self.table.dtype
-            )
+            self.table[self.places(groups)] = values.detach().to(self.table.dtype)
+
+    def room(self, groups: Groups) -> tuple[Tensor, Int[Tensor, "g"]]:
+        """The table and the groups' rows of it: for who writes there at once."""
+        return self.table, self.places(groups)
+
+    def places(self, groups: Groups) -> Int[Tensor, "g"]:
+        """The rows of groups that a step completes: the same in every table of one ratio."""
+        if self.pages not in groups.places:
+            groups.places[self.pages] = self.rows(groups.slot, groups.index.unsqueeze(1)).squeeze(1)
+        return groups.places[self.pages]
 
     def copy_page(self, old: int, new: int) -> None:
         size = self.per_page

@@ -10,6 +10,7 @@ threads happened to run; waiting for ever is a `Deadlock`.
 """
 
 import builtins
+import math
 import random
 import re
 import threading
@@ -124,15 +125,18 @@ class Shared:
         return Shared(self.machine, self.data[place], self.cells[place])
 
     def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
-        assert dim == 0 and length * 2 == self.data.shape[0] and start in (0, length)
+        if dim == 1:
+            return Shared(self.machine, self.data[:, start : start + length], self.cells)
+        assert length * 2 == self.data.shape[0] and start in (0, length)
         return Shared(self.machine, self.data[start : start + length], [self.cells[start // length]])
 
     def permute(self, order: tuple[int, int]) -> "Shared":
         return Shared(self.machine, self.data.permute(order), self.cells)
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> "Shared":
-        view = self.data.view(dtype)
-        assert list(view.shape) == shape
+        """The first bytes, as another type and shape; what is kept in them does not depend on the layout."""
+        count = math.prod(shape) * dtype.itemsize
+        view = self.data.reshape(-1).view(torch.uint8)[:count].view(dtype).view(shape)
         return Shared(self.machine, view, self.cells)
 
     def store(self, value: Tensor) -> None:
@@ -164,6 +168,8 @@ class Machine:
         self.fences: Clock = {}
         self.cells: list[Cell] = []
         self.queues: dict[str, list[Callable[[], None]]] = {}
+        self.committed: dict[str, int] = {}
+        self.landed: dict[str, list[Clock]] = {}
         self.products: dict[str, list[tuple[Any, Any]]] = {}
         self.waiting: dict[str, Callable[[], bool]] = {}
         self.batons: dict[str, threading.Semaphore] = {}
@@ -253,11 +259,24 @@ class Machine:
         (barrier,) = view.barriers or []
         self.queues[actor].append(lambda: barrier.arrive(THREADS, joined(before, self.clocks[f"copies of {actor}"])))
 
+    def commit_copies(self) -> None:
+        """The copies so far are a group."""
+        self.step()
+        actor = self.actor
+        self.committed[actor] += 1
+        self.queues[actor].append(lambda: self.landed[actor].append(dict(self.clocks[f"copies of {actor}"])))
+
     def wait_copies(self, outstanding: int) -> None:
-        assert outstanding == 0
-        queue = self.queues[self.actor]
-        self.step(lambda: not queue)
-        self.clocks[self.actor] = joined(self.clocks[self.actor], self.clocks[f"copies of {self.actor}"])
+        """All but the last groups have landed; with none outstanding, all copies."""
+        queue, landed = self.queues[self.actor], self.landed[self.actor]
+        if outstanding == 0:
+            self.step(lambda: not queue)
+            known = self.clocks[f"copies of {self.actor}"]
+        else:
+            least = self.committed[self.actor] - outstanding
+            self.step(lambda: len(landed) >= least)
+            known = landed[least - 1] if least > 0 else {}
+        self.clocks[self.actor] = joined(self.clocks[self.actor], known)
 
     # Products
 
@@ -309,6 +328,7 @@ class Machine:
         for name, (function, arguments) in zip(names, partitions, strict=True):
             self.clocks |= {name: {name: 0}, f"copies of {name}": {}}
             self.queues[name], self.products[name] = [], []
+            self.committed[name], self.landed[name] = 0, []
             self.batons[name], self.waiting[name] = threading.Semaphore(0), lambda: True
             threading.Thread(target=self._run, args=(name, function, arguments), daemon=True).start()
         self._next()
@@ -402,6 +422,7 @@ def language(machine: Machine, program: int, programs: int) -> SimpleNamespace:
         minimum=lambda a, b: extreme(torch.minimum, min, a, b),
         maximum=lambda a, b: extreme(torch.maximum, max, a, b),
         max=lambda x, axis: x.amax(axis),
+        fma=lambda a, b, c: (a.double() * b + c).float(),
         sum=lambda x, axis: x.sum(axis),
         join=lambda a, b: torch.stack((a, b), -1),
         convert_layout=lambda x, layout: x,
@@ -421,6 +442,7 @@ def load_kernels(
         async_copy=SimpleNamespace(
             async_copy_global_to_shared=machine.copy,
             mbarrier_arrive=machine.copies_arrive,
+            commit_group=machine.commit_copies,
             wait_group=machine.wait_copies,
         ),
         mbarrier=SimpleNamespace(
@@ -435,6 +457,7 @@ def load_kernels(
         "triton.experimental.gluon": SimpleNamespace(language=gl),
         "triton.experimental.gluon.language.nvidia.hopper": hopper,
         "triton.language.core": SimpleNamespace(_aggregate=lambda cls: cls),
+        "triton.language.extra.cuda": SimpleNamespace(gdc_launch_dependents=lambda: None),
     }
     scope = {**vars(builtins), "__import__": lambda name, *_: modules[name]}
     found: dict[str, Any] = {}

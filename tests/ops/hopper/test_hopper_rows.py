@@ -17,6 +17,7 @@ from openv41.ops.hopper.rows import (
     Norm,
     decode_table,
     latent_store,
+    pool,
     pool_store,
     query_window,
     rms_norm,
@@ -115,6 +116,7 @@ def test_pooled_groups_are_the_reference_to_the_bit(rng: torch.Generator):
     wanted[real] = JUDGE.rms_norm(JUDGE.pool(kv, gate, members[real]), norm.weight, EPS)
     assert same_bits(latents[real], wanted[real])
     assert not latents[~real].any()
+    assert same_bits(pool(kv, gate, members, norm, tile=128), latents)
     expected = poisoned(6, LATENT.record_bytes(width), dtype=torch.uint8)
     goes = real & (rows >= 0)
     expected[rows[goes]] = JUDGE.store(JUDGE.rotate(wanted, cos, sin), LATENT, True)[goes]

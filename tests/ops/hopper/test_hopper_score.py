@@ -281,8 +281,9 @@ def test_picks_are_the_references(kind: str, p: int, k: int, levels: int, rng: t
     scores = SCORES[kind](torch.randn(3, p, generator=rng)).bfloat16()
     visible = torch.tensor([p, int(torch.randint(p, (), generator=rng)), 0])[: 3 if levels < 2 else 2]
     scores = scores[: len(visible)]
-    assert len(pick.coarse_widths(p, k)) == levels
-    got = pick.pick(scores.to(DEVICE), visible.to(DEVICE), k)
+    division = pick.Division(8 * (1 << (k - 1).bit_length()), 4)
+    assert len(pick.coarse_widths(p, k, division.direct)) == levels
+    got = pick.pick(scores.to(DEVICE), visible.to(DEVICE), k, division)
     assert torch.equal(got.cpu(), REFERENCE.pick(scores, visible, k))
 
 
@@ -322,8 +323,9 @@ def test_every_indexer_of_a_model_picks_the_same(store, gathers: bool, seed: int
 def compares(heard: list[int], layer: int):
     def compare(indexer: Indexer, given: tuple, named: dict, made: Picks) -> None:
         x, qr, step, keys, within = (*given, *named.values())
-        positions, blocks = select_as(indexer, x, qr, step, keys, within, made.positions.shape[1])
+        positions, rows, blocks = select_as(indexer, x, qr, step, keys, within, made.positions.shape[1])
         assert torch.equal(positions.cpu(), made.positions), f"layer {layer}"
+        assert torch.equal(rows.cpu(), keys[0].held.rows(step.slot, made.positions)), f"layer {layer}"
         assert (blocks is None) == (made.blocks is None)
         if blocks is not None and made.blocks is not None:
             assert torch.equal(blocks.cpu(), made.blocks), f"layer {layer}"
@@ -332,7 +334,7 @@ def compares(heard: list[int], layer: int):
     return compare
 
 
-def select_as(indexer: Indexer, x, qr, step, keys: Sequence[Keys], within, k: int) -> tuple[Tensor, Tensor | None]:
+def select_as(indexer: Indexer, x, qr, step, keys: Sequence[Keys], within, k: int) -> tuple[Tensor, ...]:
     q, weights = indexer.queries(x, qr, step.position)
     held = keys[0].held
     assert isinstance(held, Paged)
@@ -359,7 +361,7 @@ def test_a_small_budget_changes_nothing(packed: bool, rng: torch.Generator) -> N
     )
     table = INDEX.to_records(keys) if packed else keys
     given = (tensor.to(DEVICE) for tensor in (q, weights, table, slot, pages))
-    positions, blocks = select.select(
+    positions, _, blocks = select.select(
         *given, page, visible.to(DEVICE), 4, most, [5, 1, 1], block=4, keep=3, budget=4 * 64
     )
     assert torch.equal(positions.cpu(), REFERENCE.pick(scores, visible, 4))
@@ -377,7 +379,7 @@ def test_what_is_not_supported_is_said() -> None:
         (lambda: pick.pick(scores, visible.int(), 2), r"visible must be int64 \[2\]"),
         (lambda: pick.pick(scores, visible, 5000), "k must be 1 to 4096, got 5000"),
         (lambda: pick.pick_blocks(scores, visible, 3, 2), "block must be a power of two, got 3"),
-        (lambda: pick.coarse_widths(1 << 20, 1), "too long for 1 picks, 4096 are supported"),
+        (lambda: pick.coarse_widths(1 << 20, 1, 8), "too long for 1 picks, 4096 are supported"),
         (lambda: select.select(q, weights, q[0], visible, visible[None], 8, visible, 2, 99), "most must lie in 0 to"),
         (lambda: select.select(q, weights, q[0], visible, visible[None], 8, visible, 2, 9, [3]), "add up to the 2 tok"),
     ):  # fmt: skip
@@ -387,7 +389,8 @@ def test_what_is_not_supported_is_said() -> None:
 
 def test_compiled_for_hopper() -> None:
     """On any machine: nothing spills, scores are taken in fp8 on tensor cores, exact ones in bf16."""
-    names = ["score_prepared", "score_grouped", "score_records", "score_exactly", "encode_rows", "pick_rows", "coarsen"]
+    scores = ["score_prepared", "score_grouped", "score_records", "score_pages", "score_exactly"]
+    names = [*scores, "encode_rows", "list_kept", "pick_rows", "coarsen"]
     code = (
         "import json; from openv41.ops.hopper import compiled, score;"
         "print(json.dumps({one.name: [found.stack, dict(found.instructions)] for one in score.SPECIMENS"
@@ -400,12 +403,15 @@ def test_compiled_for_hopper() -> None:
     assert sorted(found) == sorted(names)
     assert {name: stack for name, (stack, _) in found.items() if stack} == {}
     for name, (_, counts) in found.items():
-        wanted = {"score_exactly": "HGMMA", "encode_rows": "", "pick_rows": "", "coarsen": ""}.get(name, "QGMMA")
+        wanted = "" if name not in scores else "HGMMA" if name == "score_exactly" else "QGMMA"
         assert not wanted or counts.get(wanted, 0) > 0, name
     # Two halves of a tile, each a product of four groups that are added outside: none was put into another's sum.
     assert found["score_grouped"][1]["QGMMA"] == 2 * 4 and found["score_grouped"][1]["FADD"] >= 2 * 3 * 32
     # Records begin at multiples of four bytes: 17 copies a key, before the loop and in it. Wider ones would fault.
     assert found["score_records"][1]["LDGSTS"] == 2 * 17
+    # Whole pages come 16 bytes at a time, five copies a thread; all products of a half run side by side.
+    assert found["score_pages"][1]["LDGSTS"] == 2 * 5 and found["score_pages"][1]["QGMMA"] == 2 * 4
+    assert found["score_pages"][1]["WARPGROUP"] == 2 * 5
 
 
 # On a GPU
@@ -440,7 +446,7 @@ def test_long_rows_are_picked_from_exactly(rng: torch.Generator) -> None:
 @pytest.mark.gpu
 def test_released_sizes_need_no_word_from_the_device(rng: torch.Generator) -> None:
     """Decode and a chunk at 32 heads of 128 and 512 picks, gathered and dense; the host never waits."""
-    slots, most, page = 4, 20000, 64
+    slots, most, page = 4, 30000, 64
     held = -(-most // page)
     pages = torch.randperm(slots * held, generator=rng).view(slots, held).cuda()
     table = INDEX.to_records(on_grid((slots * held * page, 128), 0.5, rng)).cuda()
@@ -453,9 +459,9 @@ def test_released_sizes_need_no_word_from_the_device(rng: torch.Generator) -> No
         select.select(*given, keep=2048)  # compiles
         torch.cuda.set_sync_debug_mode("error")
         try:
-            positions, blocks = select.select(*given, keep=2048)
-            gathered, _ = select.select(*given, within=blocks, kept=2048)
-            dense, _ = select.select(*given, within=blocks)
+            positions, _, blocks = select.select(*given, keep=2048)
+            gathered, _, _ = select.select(*given, within=blocks, kept=2048)
+            dense, _, _ = select.select(*given, within=blocks)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(gathered, positions) and torch.equal(dense, positions)

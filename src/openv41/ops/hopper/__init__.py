@@ -7,8 +7,11 @@ Here a call is sent to the launch module that knows its kernel; those check shap
     score, pick, select     index scores to the bit, and the best of them
     rows                    norm, rotation, rounding, storing
     products                linear maps that read fp8 weights as fp8
+    trained                 TrainedOps, what training runs on: by attend and backward, sinkhorn, streams, gated, rotate,
+                            rounding, index_plain
 """
 
 from openv41.ops.hopper.ops import HopperOps
+from openv41.ops.hopper.trained import TrainedOps
 
-__all__ = ["HopperOps"]
+__all__ = ["HopperOps", "TrainedOps"]

@@ -98,17 +98,18 @@ def _attend(
 
 
 def combine(
-    partial: Tensor, best: Tensor, total: Tensor, sink: Tensor, out: Tensor, log_sum: Tensor | None = None
-) -> None:
+    partial: Tensor, best: Tensor, total: Tensor, sink: Tensor, out: Tensor, log_sum: Tensor | None = None,
+    overlaps: bool = False,
+) -> None:  # fmt: skip
     """Pieces put together, with the sink, into `out` [n, h, d], and into `log_sum` [n, h] if it is wanted.
 
     `partial` [pieces, n, h, d], `best`, `total` [pieces, n, h]: see `kernels.attend`.
     """
     pieces, n, h, d = partial.shape
-    tile = min(triton.next_power_of_2(h), 8)
-    kernels.combine[(n, -(-h // tile))](
-        partial, best, total, sink, out, best if log_sum is None else log_sum,
-        PIECES=pieces, HEADS=h, WIDTH=d, TILE=tile, LOG_SUM=log_sum is not None, num_warps=4,
+    kernels.combine[(n, h)](
+        partial, best, total, sink, out, best if log_sum is None else log_sum, PIECES=pieces, HEADS=h, WIDTH=d,
+        LOG_SUM=log_sum is not None, OVERLAPS=overlaps, num_warps=max(d // 256, 1),
+        **({"launch_pdl": True} if overlaps else {}),
     )  # fmt: skip
 
 
@@ -176,6 +177,6 @@ SPECIMENS = [
     Specimen(
         "attend combine", kernels.combine,
         {"partial": "*bf16", "best": "*fp32", "total": "*fp32", "sink": "*fp32", "out": "*bf16", "log_sum": "*fp32"},
-        {"PIECES": 10, "HEADS": 64, "WIDTH": 512, "TILE": 8, "LOG_SUM": False}, 4,
+        {"PIECES": 10, "HEADS": 64, "WIDTH": 512, "LOG_SUM": False, "OVERLAPS": True}, 2,
     ),
 ]  # fmt: skip

@@ -76,14 +76,16 @@ def attend_backward(
     return run.of_queries, of_near.to(near.dtype), None if far is None else of_far.to(far.dtype), of_sink
 
 
-def attention_gradients(inputs: list[Any], wanted: Sequence[bool], results: Sequence[Tensor]) -> list[Tensor | None]:
+def attention_gradients(
+    inputs: list[Any], wanted: Sequence[bool], results: Sequence[Tensor], precision: Precision = "tf32"
+) -> list[Tensor | None]:
     """The gradients of `attend`'s inputs (q, near, near_rows, far, far_rows, sink, scale) as `ops.training` asks for
     them, which has kept the inputs alone: the forward is run once more, for what it leaves."""
     q, near, near_rows, far, far_rows, sink, scale = inputs
     given = (q, near, near_rows, far, far_rows, sink)
-    out, log_sum = attend_with_log_sum(*given, scale)
+    out, log_sum = attend_with_log_sum(*given, scale, precision)
     grad = results[0].to(out.dtype)
-    of_q, of_near, of_far, of_sink = attend_backward(*given, scale, out, log_sum, grad)
+    of_q, of_near, of_far, of_sink = attend_backward(*given, scale, out, log_sum, grad, precision)
     every = (of_q, of_near, None, of_far, None, of_sink, None)
     return [one if want else None for one, want in zip(every, wanted, strict=True)]
 

@@ -23,7 +23,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-MODULES = ("attend", "attend_gluon", "backward", "score", "rows", "products", "sinkhorn")
+MODULES = (
+    "attend", "attend_gluon", "backward", "score", "rows", "products", "products_direct", "sinkhorn", "streams",
+    "rounding", "rotate", "gated", "index_plain",
+)  # fmt: skip
 """Launch modules of this package whose kernels are compiled."""
 
 COUNTED = ("HGMMA", "QGMMA", "HMMA", "WARPGROUP", "LDL", "STL", "LDG", "LDGSTS", "LDSM", "STG", "BAR", "PRMT", "FADD")

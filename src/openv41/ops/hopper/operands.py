@@ -15,6 +15,10 @@ HEADS = (2, 4, 8, 16, 32, 64)
 ROWS: int = kernels.ROWS.value
 """Rows that one program encodes, and of which it notes the largest norm."""
 
+FEW_ROWS = 8
+MANY = 8192
+"""Up to so many queries' rows, each program encodes only a few: it waits mostly for its own instructions to arrive."""
+
 TILE = 128
 """Keys that a program scores at a time, at most: so many are read even where fewer are left."""
 
@@ -59,7 +63,7 @@ class KeyTable:
     @classmethod
     def in_order(cls, table: Tensor) -> "KeyTable":
         """Keys of one slot, in order."""
-        return cls(table, torch.zeros((1, 1), dtype=torch.int64, device=table.device), 0)
+        return cls(table, torch.empty((1, 1), dtype=torch.int64, device=table.device), 0)  # which nothing reads
 
 
 @dataclass(frozen=True)
@@ -102,14 +106,19 @@ def encode_queries(name: str, q: Tensor, weights: Tensor) -> Queries:
             f"{weights.dtype} {tuple(weights.shape)}"
         )
     q, weights = q.contiguous(), weights.contiguous()
-    ready = make_ready(KeyTable.in_order(q.view(-1, q.shape[2])), None, 1, 1, q.shape[0] * q.shape[1], q.shape[2])
+    count = q.shape[0] * q.shape[1]
+    table, rows = KeyTable.in_order(q.view(-1, q.shape[2])), FEW_ROWS if count <= MANY else ROWS
+    ready = make_ready(table, None, 1, 1, count, q.shape[2], rows)
     return Queries(q, weights, ready.codes[0], ready.units[0], ready.norms[0])
 
 
-def make_ready(table: KeyTable, slots: Tensor | None, runs: int, run_length: int, count: int, width: int) -> Ready:
-    """The first `count` rows of the slots of some runs; `slots` [runs * run_length], None for a table in order."""
-    parts = triton.cdiv(count, TILE) * TILE // ROWS
-    padded, device = parts * ROWS, table.table.device
+def make_ready(
+    table: KeyTable, slots: Tensor | None, runs: int, run_length: int, count: int, width: int, rows: int = ROWS
+) -> Ready:
+    """The first `count` rows of the slots of some runs; `slots` [runs * run_length], None for a table in order. `rows`:
+    of a program; there is a peak for each."""
+    parts = triton.cdiv(count, TILE) * TILE // rows
+    padded, device = parts * rows, table.table.device
     codes = torch.empty((runs, padded, width), dtype=torch.uint8, device=device)
     units, norms = torch.empty((2, runs, padded), dtype=torch.float32, device=device)
     peaks = torch.empty((runs, parts), dtype=torch.float32, device=device)
@@ -118,5 +127,6 @@ def make_ready(table: KeyTable, slots: Tensor | None, runs: int, run_length: int
             table.table, slots, table.pages, codes, units, norms, peaks,
             run_length, count, table.pages.stride(0), padded,
             RECORDS=table.packed, PER_PAGE=table.per_page, WIDTH=width, PAGED=table.per_page > 0,
+            COUNT=rows,
         )  # fmt: skip
     return Ready(codes.view(torch.float8_e4m3fn), units, norms, peaks)

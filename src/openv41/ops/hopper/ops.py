@@ -1,16 +1,21 @@
 """`HopperOps`: which kernel an operation of the seam is sent to."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from openv41.errors import OpsError
 from openv41.formats import LATENT, WINDOW, BlockFormat
-from openv41.ops.fast import FastOps
+from openv41.ops.compound import Angles, Place
+from openv41.ops.fast import FastOps, version
 from openv41.ops.hopper import attend, attend_gluon, pick, products, rows, score, select
-from openv41.ops.hopper.products import Workspace
+from openv41.ops.hopper.beside import Beside, Task
+from openv41.ops.hopper.products import After, Tile, Workspace
+from openv41.ops.hopper.rows import Into, Norm
 from openv41.ops.hopper.sinkhorn import balanced
 from openv41.ops.reference import Numerics
 
@@ -18,12 +23,19 @@ DECODE_ONCE = 8
 """A table of records is decoded to bf16 beforehand where its rows are listed so many times over. Attention then reads
 bf16 rows, which it does faster; decoding a row takes about as long as reading it eight times."""
 
+OVERLAPS = False
+"""Whether products that the next kernels do not wait for run beside these, on streams of their own."""
+
+SHORT, LONG = 1, 2
+"""Streams for what is begun at once, and for what was put off."""
+
 
 class HopperOps(FastOps):
     """Published numerics on a Hopper GPU. Differences from `ReferenceOps`: the order of float32 sums in products and in
     attention. Scores, picks, norms, rotations and whatever is stored are equal to the bit.
 
-    One set serves one stream: its products share counters. Raises `OpsError` for other numerics.
+    One set serves one stream, and some of its own beside it: products on one stream share counters. Raises `OpsError`
+    for other numerics.
     """
 
     name = "hopper"
@@ -32,17 +44,68 @@ class HopperOps(FastOps):
         if numerics != "published":
             raise OpsError(f"the hopper ops compute published numerics, got {numerics!r}: take the fast ops for these")
         super().__init__(numerics, dtype)
-        self.work: dict[torch.device, Workspace] = {}
+        self.work: dict[tuple[torch.device, int], Workspace] = {}
+        self.overlaps, self.beside = OVERLAPS, Beside()
+        # By activation: the version of it that was rounded, and what it became; None: it is that itself.
+        self.rounded = WeakIdKeyDictionary()
 
     def _work(self, device: torch.device) -> Workspace:
-        if device not in self.work:
-            self.work[device] = Workspace.on(device)
-        return self.work[device]
+        place = device, self.beside.lane
+        if place not in self.work:
+            self.work[place] = Workspace.on(device)
+        return self.work[place]
+
+    # Beside other work
+
+    def meanwhile(self, run: Callable[..., Tensor], x: Tensor, *inputs: Any) -> Callable[[], Tensor]:
+        """Begun at once."""
+        task = Task(x.device, run, (x, *inputs))
+        if self._leave_room(x):
+            self.beside.begin(task, SHORT)
+        return task
+
+    def put_off(self, run: Callable[..., Tensor], x: Tensor, *inputs: Any) -> Callable[[], Tensor]:
+        """Begun when picks are looked for: that takes many small launches, one after another."""
+        task = Task(x.device, run, (x, *inputs))
+        if self._leave_room(x):
+            self.beside.put_off(task)
+        return task
+
+    def _leave_room(self, x: Tensor) -> bool:
+        """Many tokens fill the GPU by themselves."""
+        return self.overlaps and x.is_cuda and len(x) <= products.DIRECT
+
+    # Activations that have been rounded already, by the launch that made them: maps need not round them again
+
+    def _made_rounded(self, x: Tensor, form: Tensor | None = None) -> Tensor:
+        self.rounded[x] = version(x), form
+        return x
+
+    def _met(self, x: Tensor) -> tuple[Tensor, bool]:
+        """What a map meets of an activation, and whether it is rounded."""
+        held = self.rounded.get(x)
+        if held is None or held[0] != version(x):
+            return x, False
+        return (x if held[1] is None else held[1]), True
 
     # Linear maps
 
     def linear(self, x: Float[Tensor, "n inputs"], weight: Tensor, scale: Tensor | None) -> Float[Tensor, "n outputs"]:
-        return products.linear(x, weight, scale, self._work(x.device))
+        met, rounded = (x, False) if scale is None else self._met(x)
+        return products.linear(met, weight, scale, self._work(x.device), rounded)
+
+    def rotated_linear(
+        self,
+        x: Float[Tensor, "n inputs"],
+        weight: Tensor,
+        scale: Tensor | None,
+        width: int,
+        angles: Angles,
+        form: BlockFormat | None = None,
+    ) -> Float[Tensor, "n h width"]:
+        met, rounded = (x, False) if scale is None else self._met(x)
+        y = products.linear(met, weight, scale, self._work(x.device), rounded, After(width, *angles, form))
+        return y.unflatten(1, (-1, width))
 
     def linear_wide(self, x: Float[Tensor, "n inputs"], weight: Tensor) -> Float[Tensor, "n outputs"]:
         """A bf16 activation; others (the router's, the streams') are the library's."""
@@ -55,11 +118,47 @@ class HopperOps(FastOps):
     ) -> Float[Tensor, "n g outputs"]:
         return products.grouped_linear(x, weight, scale, self._work(x.device))
 
+    def rounded_grouped_linear(
+        self, x: Float[Tensor, "n g inputs"], weight: Tensor, scale: Tensor | None, form: BlockFormat | None
+    ) -> Float[Tensor, "n outputs"]:
+        after = None if form is None else After(weight.shape[0] // x.shape[1], form=form)
+        y = products.grouped_linear(x, weight, scale, self._work(x.device), after).flatten(1)
+        return y if form is None else self._made_rounded(y)
+
+    def query_window(
+        self,
+        x: Float[Tensor, "n inputs"],
+        wq_a: tuple[Tensor, Tensor | None],
+        wkv: tuple[Tensor, Tensor | None],
+        q_norm: tuple[Tensor, float],
+        kv_norm: tuple[Tensor, float],
+        angles: Angles,
+        packed: bool,
+        into: Place | None,
+    ) -> tuple[Float[Tensor, "n r"], Shaped[Tensor, "_ _"]]:
+        """Two launches, and one that rounds x if it is not yet. A tile of products holds outputs of one map: low ranks
+        that are no whole tiles have a product of their own."""
+        first, second = wq_a[1], wkv[1]
+        if first is None or second is None:
+            raise OpsError("query_window: quantised maps only; use linear, rms_norm and rotated_store for others")
+        if len(wq_a[0]) % Tile.outputs:
+            both = torch.cat((self.linear(x, *wq_a), self.linear(x, *wkv)), 1)
+        else:
+            met, rounded = self._met(x)
+            both = products.linear_pair(met, (wq_a[0], first), (wkv[0], second), self._work(x.device), rounded)
+        place = rows.new_rows(len(x), len(kv_norm[0]), WINDOW, packed, x.device) if into is None else Into(*into)
+        qr = rows.query_window(both, *angles, Norm(*q_norm), Norm(*kv_norm), place)
+        return self._made_rounded(qr), place.table
+
     # Norm, rotation, storing
 
     def rms_norm(self, x: Float[Tensor, "*n k"], weight: Tensor, eps: float) -> Float[Tensor, "*n k"]:
-        flat = rows.rms_norm(x.reshape(-1, x.shape[-1]), rows.Norm(weight, eps))
-        return flat.view(x.shape)
+        """Rounded beside it, for the quantised maps that read it."""
+        flat, norm = x.reshape(-1, x.shape[-1]), Norm(weight, eps)
+        if flat.shape[1] % WINDOW.block:
+            return rows.rms_norm(flat, norm).view(x.shape)
+        normed, rounded = rows.rms_norm_rounded(flat, norm)
+        return self._made_rounded(normed.view(x.shape), rounded.view(x.shape))
 
     def rotate(
         self,
@@ -81,6 +180,30 @@ class HopperOps(FastOps):
         flat = x.reshape(-1, x.shape[-1])
         nothing = torch.empty((flat.shape[0], 0), dtype=torch.float32, device=x.device)
         return rows.rotate_store(flat, nothing, nothing, form, packed)
+
+    def rotated_store(
+        self,
+        x: Float[Tensor, "n d"],
+        norm: tuple[Tensor, float] | None,
+        angles: Angles,
+        form: BlockFormat,
+        packed: bool,
+        into: Place | None = None,
+    ) -> Shaped[Tensor, "_ _"]:
+        place = None if into is None else Into(*into)
+        return rows.rotate_store(x, *angles, form, packed, place, None if norm is None else Norm(*norm))
+
+    def pooled(
+        self,
+        kv: Float[Tensor, "a d"],
+        gate: Float[Tensor, "a d"],
+        members: Int[Tensor, "groups ratio"],
+        norm: tuple[Tensor, float],
+    ) -> Float[Tensor, "groups d"]:
+        """Groups of two by a kernel; of others by the library."""
+        if members.shape[1] != 2:
+            return super().pooled(kv, gate, members, norm)
+        return rows.pool(kv, gate, members, Norm(*norm))
 
     def read(self, rows_: Tensor, form: BlockFormat) -> Float[Tensor, "*n k"]:
         if rows_.dtype != torch.uint8:
@@ -120,7 +243,8 @@ class HopperOps(FastOps):
         within: Bool[Tensor, "n blocks"] | None,
         kept: int,
         budget: int,
-    ) -> tuple[Int[Tensor, "n k"], Bool[Tensor, "n blocks"] | None]:
+    ) -> tuple[Int[Tensor, "n k"], Int[Tensor, "n k"], Bool[Tensor, "n blocks"] | None]:
+        self.beside.begin_waiting(LONG)
         return select.select(
             q, weights, table, slot, pages, per_page, visible, k, most, runs, block, keep, within, kept, budget
         )
@@ -152,6 +276,21 @@ class HopperOps(FastOps):
             far = None if far is None else self.read(far, LATENT)
         run = attend_gluon.attend_gluon if self.specialised(q) else attend.attend
         return run(q, near, near_rows, far, far_rows, sink, scale)
+
+    def rotated_attention(
+        self,
+        q: Float[Tensor, "n h d"],
+        near: Shaped[Tensor, "a _"],
+        near_rows: Int[Tensor, "n w"],
+        far: Shaped[Tensor, "b _"] | None,
+        far_rows: Int[Tensor, "n k"] | None,
+        sink: Float[Tensor, "h"],
+        scale: float,
+        angles: Angles,
+    ) -> Float[Tensor, "n h d"]:
+        """The tails alone are turned, where they lie."""
+        out = self.sparse_attention(q, near, near_rows, far, far_rows, sink, scale)
+        return rows.rotate(out, *angles, inverse=True, in_place=True)
 
     def specialised(self, q: Tensor) -> bool:
         """Whether the kernel of specialised warps takes these queries."""

@@ -19,12 +19,17 @@ from torch.nn import functional as F
 from openv41.errors import OpsError
 from openv41.formats import INDEX, WINDOW, BlockFormat
 from openv41.ops.hopper.compiled import Specimen
+from openv41.ops.hopper.products_direct import DirectTile, direct_tile_for, prepare_direct
 from openv41.ops.hopper.rows import CODES, EXACT, check_angles, rotate, rotate_quantise, round_activation
 from openv41.ops.kernels import products as kernels
 
 DIRECT = 256
 """Up to so many tokens the weight is dequantised inside the product: beyond it, writing it out costs less. Estimated
 from bytes and matrix rates, not measured."""
+
+TO_REGISTERS = not triton.knobs.runtime.interpret
+"""Whether fp8 weights go from memory to registers where no tile is given and `products_direct` has one for them. Under
+Triton's interpreter they never do: it has no Gluon."""
 
 MULTIPROCESSORS = 132
 """Of an H200. A launch is cut into pieces as far as all of them run at once: a second round would be a short one."""
@@ -52,11 +57,13 @@ class Workspace:
     stream; products on two streams at once need two."""
 
     counters: Tensor
+    early: bool = False
+    """A product asks for its weights while the launch before it is still at work, which must not have written them."""
 
     @classmethod
-    def on(cls, device: str | torch.device) -> "Workspace":
+    def on(cls, device: str | torch.device, early: bool = False) -> "Workspace":
         """Counters for 8,192 tiles: more than any product of few tokens has."""
-        return cls(torch.zeros(8192, dtype=torch.int32, device=device))
+        return cls(torch.zeros(8192, dtype=torch.int32, device=device), early)
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ def linear(
     work: Workspace,
     rounded: bool = False,
     after: After | None = None,
-    tile: Tile | None = None,
+    tile: Tile | DirectTile | None = None,
 ) -> Float[Tensor, "n outputs"]:
     """x @ weight.T with an fp8 weight and its scales, or (scale None) a bf16 one. An fp8 weight meets an activation
     rounded to fp8; `rounded`: x is so already, by `round_activation`, and need not be again."""
@@ -98,7 +105,7 @@ def linear_pair(
     second: tuple[Tensor, Tensor],
     work: Workspace,
     rounded: bool = False,
-    tile: Tile | None = None,
+    tile: Tile | DirectTile | None = None,
 ) -> Float[Tensor, "n both"]:
     """Two linear maps of one x, fp8 weights and scales, in one launch; their results side by side."""
     for weight, scale in (first, second):
@@ -107,15 +114,16 @@ def linear_pair(
     x = x if rounded else round_activation(x)
     out = torch.empty((x.shape[0], outputs), dtype=torch.bfloat16, device=x.device)
     if x.shape[0] > DIRECT and tile is None:
-        torch.mm(x, decode_weight(*first).mT, out=out[:, :border])
-        torch.mm(x, decode_weight(*second).mT, out=out[:, border:])
-        return out
+        values = torch.empty((outputs, x.shape[1]), dtype=torch.bfloat16, device=x.device)
+        decode_weight(*first, values[:border])
+        decode_weight(*second, values[border:])
+        return torch.mm(x, values.mT, out=out)  # one product of both: fewer rounds of tiles than two
     _launch(x, *first, out, work, 0, None, tile, second)
     return out
 
 
 def linear_wide(
-    x: Float[Tensor, "n inputs"], weight: Tensor, work: Workspace, tile: Tile | None = None
+    x: Float[Tensor, "n inputs"], weight: Tensor, work: Workspace, tile: Tile | DirectTile | None = None
 ) -> Float[Tensor, "n outputs"]:
     """bf16 x @ weight.T in float32, the weight float32 or bf16. A float32 weight is split into three bf16 parts, which
     hold all of its bits: the sums are those of a float32 product."""
@@ -131,7 +139,7 @@ def grouped_linear(
     scale: Tensor | None,
     work: Workspace,
     after: After | None = None,
-    tile: Tile | None = None,
+    tile: Tile | DirectTile | None = None,
 ) -> Float[Tensor, "n g outputs"]:
     """Each group of x with its own rows of weight [g * outputs, inputs]; the activation is not quantised."""
     _check("grouped_linear", x, weight, scale)
@@ -147,12 +155,12 @@ def grouped_linear(
     return out
 
 
-def decode_weight(weight: Tensor, scale: Tensor | None) -> Float[Tensor, "o i"]:
-    """An fp8 weight as bf16, exactly; a bf16 one as it is."""
+def decode_weight(weight: Tensor, scale: Tensor | None, out: Tensor | None = None) -> Float[Tensor, "o i"]:
+    """An fp8 weight as bf16, exactly, into `out` where it is given (contiguous); a bf16 one as it is."""
     if scale is None:
         return weight
     outputs, inputs = weight.shape
-    values = torch.empty((outputs, inputs), dtype=torch.bfloat16, device=weight.device)
+    values = torch.empty((outputs, inputs), dtype=torch.bfloat16, device=weight.device) if out is None else out
     kernels.decode_weight_kernel[(triton.cdiv(outputs, 32), triton.cdiv(inputs, 256))](
         weight.view(torch.uint8), scale.view(torch.uint8), values, outputs, inputs, BO=32, BK=256, num_warps=4
     )
@@ -186,13 +194,23 @@ def _launch(
     work: Workspace,
     groups: int,
     after: After | None,
-    tile: Tile | None,
+    tile: Tile | DirectTile | None,
     second: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     n, outputs, inputs = x.shape[0], out.shape[1], weight.shape[1]
     if n == 0:
         return
     each, border = outputs // groups if groups else 0, 0 if second is None else weight.shape[0]
+    if tile is None and scale is not None and TO_REGISTERS:
+        tile = direct_tile_for(n, outputs, inputs)
+    if isinstance(tile, DirectTile):
+        if scale is None:
+            raise OpsError("linear: a DirectTile is for fp8 weights with scales")
+        finish, steps = _finish(after, n), _steps(weight, scale, second)
+        angles = _angles(x, after)
+        counters, early = work.counters, work.early
+        prepare_direct(x, weight, scale, out, counters, angles, finish, tile, each, border, steps, early).run()
+        return
     if tile is None:
         tile = tile_for(n, weight.dtype)
         if (each or border) % tile.outputs:  # a tile holds outputs of one group, and of one weight
@@ -213,7 +231,7 @@ def _launch(
         out, partials, work.counters, *_angles(x, after), n, outputs, x.stride(0), inputs, out.stride(0),
         *_steps(weight, scale, second), INPUTS=inputs, STORED=STORED[weight.dtype], GROUP=each, SECOND=border,
         WIDE=out.dtype == torch.float32, PIECES=pieces,
-        BO=tile.outputs, BN=tile.tokens, BK=tile.k, STAGES=tile.stages, **_finish(after, n, tile), **_options(tile),
+        BO=tile.outputs, BN=tile.tokens, BK=tile.k, STAGES=tile.stages, **_finish(after, n), **_options(tile),
     )  # fmt: skip
 
 
@@ -234,7 +252,7 @@ def _angles(x: Tensor, after: After | None) -> tuple[Tensor, Tensor]:
     return (x, x) if after is None or after.cos is None or after.sin is None else (after.cos, after.sin)
 
 
-def _finish(after: After | None, n: int, tile: Tile) -> dict[str, int]:
+def _finish(after: After | None, n: int) -> dict[str, int]:
     if after is None:
         return {"WIDTH": 2, "TURNED": 0, "FORM": 0}
     if after.form is not None and after.form not in (WINDOW, INDEX):

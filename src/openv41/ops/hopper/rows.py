@@ -140,22 +140,46 @@ def pool_store(
     """For ratio 2: pool the members' kv by the softmax of their gates, norm, give back the latents as they are then,
     and store them rotated and quantised. kv and gate are float32 and may be columns of one table; a group with a member
     -1 (a graph's spare place) gives zeros, and nothing is stored for it."""
-    if members.shape[1] != 2:
-        raise OpsError(f"pool_store: groups have 2 members, got {members.shape[1]}: use ReferenceOps.pool for others")
-    if kv.dtype != torch.float32 or gate.dtype != torch.float32:
-        raise OpsError(f"pool_store: kv and gate are float32, got {kv.dtype} and {gate.dtype}")
-    count, width = members.shape[0], kv.shape[1]
-    latents = torch.empty((count, width), dtype=torch.bfloat16, device=kv.device)
-    _check_rows("pool_store", latents, form)
+    latents = _latents("pool_store", kv, gate, members, form)
     table = _checked(into, "pool_store", latents, form)
-    check_angles("pool_store", cos, sin, count, width)
-    if count:
-        each = max(1, tile // width)
-        kernels.pool_store_kernel[(triton.cdiv(count, each),)](
+    check_angles("pool_store", cos, sin, *latents.shape)
+    if len(latents):
+        each = max(1, tile // latents.shape[1])
+        kernels.pool_store_kernel[(triton.cdiv(len(latents), each),)](
             kv, gate, members, norm.weight, cos, sin, into.rows, table, latents,
-            count, kv.stride(0), gate.stride(0), norm.eps,
-            LISTED=True, ROWS=each, **_constants(width, cos, form, table), **EXACT,
+            len(latents), kv.stride(0), gate.stride(0), norm.eps,
+            STORE=True, LISTED=True, ROWS=each, **_constants(latents.shape[1], cos, form, table), **EXACT,
         )  # fmt: skip
+    return latents
+
+
+def pool(
+    kv: Float[Tensor, "a d"],
+    gate: Float[Tensor, "a d"],
+    members: Int[Tensor, "groups 2"],
+    norm: Norm,
+    tile: int = TILE,
+) -> Float[Tensor, "groups d"]:
+    """The same, giving the latents back and storing nothing."""
+    latents = _latents("pool", kv, gate, members, None)
+    if len(latents):
+        each, none = max(1, tile // latents.shape[1]), kv.new_empty((len(latents), 0))
+        kernels.pool_store_kernel[(triton.cdiv(len(latents), each),)](
+            kv, gate, members, norm.weight, none, none, members, latents, latents,
+            len(latents), kv.stride(0), gate.stride(0), norm.eps,
+            STORE=False, LISTED=False, ROWS=each, **_constants(latents.shape[1], none, None, latents), **EXACT,
+        )  # fmt: skip
+    return latents
+
+
+def _latents(op: str, kv: Tensor, gate: Tensor, members: Tensor, form: BlockFormat | None) -> Tensor:
+    """Room for what the groups become. Raises `OpsError` for others than the kernel takes."""
+    if members.shape[1] != 2:
+        raise OpsError(f"{op}: groups have 2 members, got {members.shape[1]}: use ReferenceOps.pool for others")
+    if kv.dtype != torch.float32 or gate.dtype != torch.float32:
+        raise OpsError(f"{op}: kv and gate are float32, got {kv.dtype} and {gate.dtype}")
+    latents = torch.empty((members.shape[0], kv.shape[1]), dtype=torch.bfloat16, device=kv.device)
+    _check_rows(op, latents, form)
     return latents
 
 
@@ -286,6 +310,12 @@ def decode_table(
     return result
 
 
+def new_rows(count: int, width: int, form: BlockFormat, packed: bool, device: torch.device) -> Into:
+    """A new table of as many rows, to be written in order."""
+    like = torch.empty((count, width), dtype=torch.bfloat16, device=device)
+    return Into(_fresh(like, form, True) if packed else like, torch.arange(count, device=device))
+
+
 # Checks
 
 
@@ -376,7 +406,8 @@ SPECIMENS = [
     Specimen("rows index queries", kernels.rotate_store_kernel, {**_STORE, "table": "*bf16"},
              {**_WIDE, "HALF": 64, "FORM": 3, "BLOCK": 32, "ROWS": 8, "PACKED": False, "LISTED": False, "HEADS": 32,
               "INVERSE": False, "NORM": False, "KEEP": False}, options=_OFF),
-    Specimen("rows pool store", kernels.pool_store_kernel, _POOL, {**_WIDE, "FORM": 2, "BLOCK": 16}, options=_OFF),
+    Specimen("rows pool store", kernels.pool_store_kernel, _POOL,
+             {**_WIDE, "FORM": 2, "BLOCK": 16, "STORE": True}, options=_OFF),
     Specimen("rows turn", kernels.turn_kernel, {"x": "*bf16", **_ANGLES, "out": "*bf16", "count": "i32"},
              {"HEADS": 64, "WIDTH": 512, "TURNED": 32, "INVERSE": False, "ROWS": 16}, options=_OFF),
     Specimen("rows norm", kernels.rms_norm_kernel,

@@ -14,7 +14,7 @@ from torch import Tensor
 from openv41.ops.hopper import pick
 from openv41.ops.hopper.compiled import Specimen
 from openv41.ops.hopper.operands import KeyTable, Queries, Ready, check_keys, encode_queries, make_ready
-from openv41.ops.kernels import index_grid, score
+from openv41.ops.kernels import blocks, index_grid, score, score_pages
 from openv41.ops.kernels.interpreted import INTERPRETED
 
 PROCESSORS = 132
@@ -27,10 +27,17 @@ PTX = not INTERPRETED.value
 """Whether packed instructions are used. Where kernels are interpreted, plain Triton does the same."""
 
 
+PAGES_CHUNK = 4096
+"""Keys of a program that reads whole pages, where there are enough of them: of 1,024, 4,096 and 8,192 the best."""
+
+BY_PAGES = True
+"""Whether single tokens read whole pages of records, where `takes_pages` says that they can."""
+
+
 @dataclass(frozen=True)
 class Tiling:
     """How a launch divides the work: `queries` and `keys` of a tile, `chunk` keys of a program. `registers`: of a
-    thread, at most; None: as many as the compiler likes."""
+    thread, at most; None: as many as the compiler likes. `pages`: by the kernel that reads whole pages."""
 
     queries: int
     keys: int
@@ -38,12 +45,14 @@ class Tiling:
     warps: int = 4
     stages: int = 3
     registers: int | None = None
+    pages: bool = False
 
 
 @dataclass(frozen=True)
 class Tokens:
     """What is scored: the tokens' slots [n] and counts of visible positions [n], in runs of `run_length`; candidate
-    blocks of `block` positions (`within` [n, blocks]), or, instead, lists of such blocks (`lists` [n, most])."""
+    blocks of `block` positions (`within` [n, blocks]), or, instead, lists of such blocks (`lists` [n, most]; `starts`
+    [n, most]: their first records' rows, divided by eight)."""
 
     slots: Tensor
     visible: Tensor
@@ -51,6 +60,7 @@ class Tokens:
     block: int = 0
     within: Tensor | None = None
     lists: Tensor | None = None
+    starts: Tensor | None = None
 
 
 def index_scores(q: Tensor, weights: Tensor, keys: Tensor, tiling: Tiling | None = None) -> Tensor:
@@ -94,7 +104,13 @@ def score_stored(
 ) -> None:
     """The same from the cache's records. With lists, `width` and the visible counts are of the positions listed."""
     n, length = queries.q.shape[0], tokens.run_length
-    tiling = tiling or choose_tiling(queries.heads, n, length, width, ready=False)
+    if tiling is None:
+        pages = BY_PAGES and takes_pages(queries, tokens, table)
+        tiling = choose_tiling(queries.heads, n, length, width, ready=False, pages=pages)
+    if tiling.pages:
+        todo = _score_pages(queries, tokens, table, width, scores, tiling)
+        _score_rest(queries, tokens, table, width, scores, todo, tiling)
+        return
     tiles_a_run = triton.cdiv(length, tiling.queries)
     grid = (n // length * tiles_a_run, triton.cdiv(width, tiling.chunk))
     todo = torch.empty(grid, dtype=torch.int32, device=scores.device)
@@ -106,6 +122,33 @@ def score_stored(
         num_warps=tiling.warps, maxnreg=tiling.registers,
     )  # fmt: skip
     _score_rest(queries, tokens, table, width, scores, todo, tiling)
+
+
+def takes_pages(queries: Queries, tokens: Tokens, table: KeyTable) -> bool:
+    """Whether `kernels.score_pages` takes these: compiled, single tokens, keys of 128 channels in whole pages."""
+    fits = not INTERPRETED.value and tokens.run_length == 1 and queries.width == 128 and queries.heads in (16, 32, 64)
+    if not fits or not table.packed or table.per_page == 0 or table.per_page % 8 or table.table.data_ptr() % 16:
+        return False
+    return (tokens.lists is None or tokens.starts is not None) and len(table.table) % table.per_page == 0
+
+
+def _score_pages(
+    queries: Queries, tokens: Tokens, table: KeyTable, width: int, scores: Tensor, tiling: Tiling
+) -> Tensor:
+    """What `score_stored` does first, from whole pages, or from blocks of eight positions; what is left to do."""
+    n = queries.q.shape[0]
+    todo = torch.empty((n, triton.cdiv(width, tiling.chunk)), dtype=torch.int32, device=scores.device)
+    score_pages.score_pages[todo.shape](
+        queries.codes, queries.units, queries.norms, queries.weights, _words(table.table), tokens.slots, table.pages,
+        tokens.starts, tokens.visible, _bytes(tokens.within), scores, todo,
+        width, table.pages.stride(0), 0 if tokens.starts is None else tokens.starts.stride(0), _blocks(tokens),
+        scores.stride(0),
+        HEADS=queries.heads, CHUNK=tiling.chunk, BLOCK=0 if tokens.within is None else tokens.block,
+        PER_PAGE=table.per_page, LISTED=tokens.starts is not None,
+        RUN=64 if table.per_page % 64 == 0 and tokens.starts is None else 8, STAGES=tiling.stages,
+        num_warps=4, maxnreg=tiling.registers,
+    )  # fmt: skip
+    return todo
 
 
 def _score_groups(
@@ -151,10 +194,17 @@ def _score_rest(
     )  # fmt: skip
 
 
-def choose_tiling(heads: int, n: int, run_length: int, width: int, ready: bool) -> Tiling:
+def choose_tiling(
+    heads: int, n: int, run_length: int, width: int, ready: bool, pages: bool = False
+) -> Tiling:  # fmt: skip
     """Four queries of 32 heads and 64 keys are the best tile of those measured for long runs; a single query takes 128
     keys, and 128 registers, so that four programs fit on a multiprocessor. Chunks are as long as lets a launch fill the
-    GPU four times."""
+    GPU four times, or, by whole pages, twice."""
+    if pages:
+        chunk = PAGES_CHUNK
+        while chunk > 128 and n * triton.cdiv(width, chunk) < 8 * PROCESSORS:
+            chunk //= 2
+        return Tiling(1, 128, chunk, stages=2, registers=128 if heads <= 32 else None, pages=True)
     least = max(1, COLUMNS // heads)
     queries = max(least, min(triton.next_power_of_2(run_length), max(1, 128 // heads)))
     tiles = n // run_length * triton.cdiv(run_length, queries)
@@ -201,18 +251,17 @@ _NUMBERS = {name: "*i64" for name in ("slots", "pages", "visible")}
 _TENSORS = _NUMBERS | {
     "q": "*fp8e4nv", "q_units": "*fp32", "q_norms": "*fp32", "weights": "*bf16", "table": "*u8", "words": "*i32",
     "within": "*u8", "lists": "*i32", "scores": "*bf16", "todo": "*i32", "keys": "*fp8e4nv", "key_units": "*fp32",
-    "peaks": "*fp32",
+    "peaks": "*fp32", "starts": "*i32", "listed": "*i64",
 }  # fmt: skip
 
 
 def _specimen(
     name: str, kernel: Any, warps: int, stages: int, types: dict[str, str], options: dict[str, Any] | None = None,
-    **constants: Any,
+    gluon: bool = False, **constants: Any,
 ) -> Specimen:  # fmt: skip
     signature = {arg: types.get(arg, _TENSORS.get(arg, "i32")) for arg in kernel.arg_names}
-    return Specimen(
-        name, kernel, signature, constants, warps, stages, multiples=("stride", "padded"), options=options or {}
-    )
+    multiples = ("stride", "padded", "listed_most", "most", "blocks")
+    return Specimen(name, kernel, signature, constants, warps, stages, gluon, options or {}, multiples)
 
 
 _RELEASED: dict[str, Any] = dict(HEADS=32, WIDTH=128)
@@ -223,6 +272,7 @@ _SINGLE: dict[str, Any] = dict(
 )  # fmt: skip
 _PAGED: dict[str, Any] = dict(PER_PAGE=64, BLOCK=0, LISTED=0, RECORDS=True, PAGED=True, TOGETHER=1)
 _FOUR_PROGRAMS = {"maxnreg": 128}
+_PAGES: dict[str, Any] = dict(HEADS=32, CHUNK=4096, BLOCK=0, PER_PAGE=64, STAGES=2, within=None)
 
 SPECIMENS = [
     *pick.SPECIMENS,
@@ -234,10 +284,20 @@ SPECIMENS = [
     _specimen("score_records", score.score_records, 4, 2, {}, _FOUR_PROGRAMS, **_SINGLE, LISTED=0, lists=None),
     _specimen("score_records, listed", score.score_records, 4, 2, {}, _FOUR_PROGRAMS, **_SINGLE, LISTED=8),
     _specimen(
+        "score_pages", score_pages.score_pages, 4, 3, {}, _FOUR_PROGRAMS, True, **_PAGES, LISTED=False, RUN=64,
+        starts=None,
+    ),
+    _specimen(
+        "score_pages, listed", score_pages.score_pages, 4, 3, {}, _FOUR_PROGRAMS, True, **_PAGES, LISTED=True, RUN=8
+    ),
+    _specimen(
+        "list_kept", blocks.list_kept, 4, 3, {"lists": "*i32", "blocks": "i32"}, TILE=512, BLOCK=8, PER_PAGE=64
+    ),
+    _specimen(
         "score_exactly", score.score_exactly, 4, 3, {"q": "*bf16"}, **dict(_LONG, **_PAGED), within=None, lists=None
     ),
     _specimen(
         "encode_rows", index_grid.encode_rows, 4, 3, {"codes": "*u8", "units": "*fp32", "norms": "*fp32"},
-        RECORDS=True, PER_PAGE=64, WIDTH=128, PAGED=True,
+        RECORDS=True, PER_PAGE=64, WIDTH=128, PAGED=True, COUNT=64,
     ),
 ]  # fmt: skip

@@ -22,12 +22,15 @@ READY_FROM = 16
 """Runs of so many tokens have their slot's keys made ready first: 204 bytes a key are moved once, instead of 68 for
 every four tokens."""
 
-GATHER_FROM = {True: 77824, False: 16384}
+GATHER_FROM = {True: 57344, False: 24576}
 """From so many positions on candidates are gathered: by tokens of long runs, which share keys otherwise, and by single
-tokens. Where both ways move as many bytes, by count; not measured."""
+tokens. 128 tokens take 78 us to list and score 16,384 positions each, and 26 us for each million otherwise, which long
+runs do in 11."""
 
-LIST_TILE = 2048
-"""Blocks that one program lists."""
+LIST_TILES = (512, 2048)
+"""Blocks that one program lists, of a few tokens and of many; it counts what lies before them by itself."""
+
+FEW_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,9 @@ def select(
     within: Tensor | None = None,
     kept: int = 0,
     budget: int = 256 << 20,
-) -> tuple[Tensor, Tensor | None]:
-    """Each token's picks [n, k] (int64), ascending, -1 behind; and its candidate blocks [n, blocks] (bool) if `keep`.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Each token's picks [n, k] (int64), ascending, -1 behind; their rows of a table with these pages, likewise; and
+    its candidate blocks [n, blocks] (bool) if `keep`.
 
     q [n, i, c] and weights [n, i], bf16, q on the fp4 grid. Keys are rows of `table`, bf16 [rows, c] or records
     [rows, bytes]: position p of slot s lies in row `pages[s, p // per_page] * per_page + p % per_page`. Token t is one
@@ -101,15 +105,19 @@ def select(
     lengths = [1] * len(q) if runs is None else list(runs)
     _check(q, table, slot, pages, per_page, visible, k, lengths, within, most, block)
     n, device = q.shape[0], q.device
-    positions = torch.full((n, k), -1, dtype=torch.int64, device=device)
+    scored = bool(n and most and k)  # every token's picks are written then
+    positions, rows = torch.empty((2, n, k), dtype=torch.int64, device=device)
     kept_blocks = torch.zeros((n, triton.cdiv(most, block)), dtype=torch.bool, device=device) if keep else None
-    if n and most and k:
+    if not scored:
+        positions.fill_(-1)
+        rows.fill_(-1)
+    else:
         wanted = Selection(k, most, block, keep, within, kept, budget)
         queries = encode_queries("select", q, weights)
-        work = _Work(wanted, queries, KeyTable(table, pages, per_page), slot, visible, positions, kept_blocks)
+        work = _Work(wanted, queries, KeyTable(table, pages, per_page), slot, visible, positions, rows, kept_blocks)
         for stretch in stretches(lengths):
             work.run(stretch)
-    return positions, kept_blocks
+    return positions, rows, kept_blocks
 
 
 def stretches(lengths: Sequence[int]) -> Iterator[Stretch]:
@@ -129,6 +137,7 @@ class _Work:
     slot: Tensor
     visible: Tensor
     positions: Tensor
+    rows: Tensor
     blocks: Tensor | None
 
     def run(self, stretch: Stretch) -> None:
@@ -171,7 +180,7 @@ class _Work:
         else:
             score.score_ready(self.queries.part(some), tokens, self.table, ready, wanted.most, scores)
         scores = scores[:, : wanted.most]
-        pick.pick_into(self.positions[some], scores, tokens.visible, wanted.k)
+        pick.pick_into(self.positions[some], scores, tokens.visible, wanted.k, paged=self._paged(some))
         if self.blocks is not None:
             pick.keep_into(self.blocks[some], scores, tokens.visible, wanted.block, wanted.keep)
 
@@ -179,32 +188,45 @@ class _Work:
         """Score and pick inside each token's candidate blocks alone."""
         wanted, some = self.wanted, stretch.tokens
         assert wanted.within is not None
-        lists, listed = list_blocks(wanted.within[some], self.visible[some], wanted.block, wanted.kept)
-        tokens = Tokens(self.slot[some], listed, 1, wanted.block, lists=lists)
+        slots = self.slot[some]
+        table = self.table if wanted.block == 8 and self.table.per_page % 8 == 0 else None
+        lists, listed, starts = list_blocks(
+            wanted.within[some], self.visible[some], wanted.block, wanted.kept, table, slots
+        )
+        tokens = Tokens(slots, listed, 1, wanted.block, lists=lists, starts=starts)
         width = wanted.kept * wanted.block
         scores = self._room(some, triton.cdiv(width, 64) * 64)
         score.score_stored(self.queries.part(some), tokens, self.table, width, scores)
-        pick.pick_into(self.positions[some], scores[:, :width], listed, wanted.k, lists=lists, block=wanted.block)
+        pick.pick_into(
+            self.positions[some], scores[:, :width], listed, wanted.k, lists=lists, block=wanted.block,
+            paged=self._paged(some),
+        )  # fmt: skip
+
+    def _paged(self, some: slice) -> pick.Paged:
+        return pick.Paged(self.slot[some], self.table.pages, self.table.per_page, self.rows[some])
 
     def _room(self, some: slice, stride: int) -> Tensor:
         return torch.empty((some.stop - some.start, stride), dtype=torch.bfloat16, device=self.slot.device)
 
 
-def list_blocks(within: Tensor, visible: Tensor, block: int, kept: int) -> tuple[Tensor, Tensor]:
-    """The true blocks [n, blocks] of each row in order, [n, kept] (int32; what is behind them is not set), and how many
-    visible positions they hold [n] (int64)."""
+def list_blocks(
+    within: Tensor, visible: Tensor, block: int, kept: int, table: KeyTable | None = None, slots: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The true blocks [n, blocks] of each row in order, [n, kept] (int32; what is behind them is not set); how many
+    visible positions they hold [n] (int64); and, with a table, the rows of their first records, divided by eight."""
     n, count = within.shape
-    ways = triton.next_power_of_2(triton.cdiv(count, LIST_TILE))
-    tile = triton.next_power_of_2(triton.cdiv(count, ways))
-    counts = torch.empty((n, ways), dtype=torch.int32, device=within.device)
-    lists = torch.empty((n, kept), dtype=torch.int32, device=within.device)
-    listed = torch.empty(n, dtype=torch.int64, device=within.device)
+    if within.stride(0) % 4 or within.data_ptr() % 4:
+        within = torch.nn.functional.pad(within, (0, -count % 4))  # rows of whole words
     flags = within.view(torch.uint8)
-    kernels.count_kept[(n, ways)](flags, counts, flags.stride(0), count, WAYS=ways, TILE=tile)
-    kernels.list_kept[(n, ways)](
-        flags, visible, counts, lists, listed, flags.stride(0), count, kept, WAYS=ways, TILE=tile, BLOCK=block
-    )
-    return lists, listed
+    lists = torch.empty((2, n, kept), dtype=torch.int32, device=within.device)
+    listed = torch.empty(n, dtype=torch.int64, device=within.device)
+    tile = LIST_TILES[n > FEW_TOKENS]
+    kernels.list_kept[(n, triton.cdiv(count, tile))](
+        flags, visible, slots, None if table is None else table.pages, lists[0], lists[1], listed,
+        flags.stride(0), count, kept, 0 if table is None else table.pages.stride(0),
+        TILE=tile, BLOCK=block, PER_PAGE=0 if table is None else table.per_page, num_warps=4,
+    )  # fmt: skip
+    return lists[0], listed, None if table is None else lists[1]
 
 
 def _check(

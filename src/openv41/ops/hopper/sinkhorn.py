@@ -15,6 +15,8 @@ from openv41.errors import OpsError
 from openv41.ops.hopper.compiled import Specimen
 from openv41.ops.kernels import sinkhorn as kernels
 
+SIDES = (1, 2, 4, 8, 16)
+"""Rows of a matrix, and its columns."""
 TOKENS = 64
 """Matrices of a program of four warps: of 4 x 4, eight values a thread."""
 
@@ -22,7 +24,7 @@ TOKENS = 64
 def balanced(logits: Float[Tensor, "n m m"], rounds: int, eps: float) -> Float[Tensor, "n m m"]:
     """Rows and columns normalised in turn: see `ReferenceOps.sinkhorn`. In float32; m a power of two up to 16."""
     m = logits.shape[-1]
-    if logits.dtype != torch.float32 or m not in (1, 2, 4, 8, 16):
+    if logits.dtype != torch.float32 or m not in SIDES:
         raise OpsError(
             f"sinkhorn by kernel takes float32 matrices of 1, 2, 4, 8 or 16 rows, got {logits.dtype} and {m} rows: use "
             "the fast ops there"

@@ -12,6 +12,7 @@ A score is q . row * scale * log2(e). Everything is added in a fixed order: the 
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from openv41.ops.kernels.bits import NONE
 from openv41.ops.kernels.interpreted import bound, product, rounded
@@ -48,33 +49,33 @@ def combine(
     PIECES: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
     LOG_SUM: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    """Pieces put together, and the sink. Grid: queries, tiles of `TILE` heads. Layouts: see the file's head."""
+    """Pieces put together, and the sink. Grid: queries, heads. Layouts: see the file's head. All is asked for at once:
+    between two steps of a chain of short kernels nothing but the way to memory and back counts. `OVERLAPS`: it is
+    launched while pieces are being written, and waits for them itself."""
     query, n = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-    head = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    column = tl.arange(0, WIDTH)
-    own = head < HEADS
+    head = tl.program_id(1)
+    COUNT: tl.constexpr = triton.next_power_of_2(PIECES)
+    piece, column = tl.arange(0, COUNT), tl.arange(0, WIDTH)
+    there = piece < PIECES
     place = query * HEADS + head  # of this query and head in one piece; the next piece is n * HEADS further
+    places = piece * n * HEADS + place
 
-    highest = tl.full([TILE], NOTHING, tl.float32)
-    for piece in tl.static_range(PIECES):
-        highest = tl.maximum(highest, tl.load(best + piece * n * HEADS + place, mask=own, other=NOTHING))
-    whole = tl.zeros([TILE], tl.float32)
-    result = tl.zeros([TILE, WIDTH], tl.float32)
-    for piece in tl.static_range(PIECES):
-        here = piece * n * HEADS + place
-        share = tl.exp2(tl.load(best + here, mask=own, other=NOTHING) - highest)
-        whole += share * tl.load(total + here, mask=own, other=0.0)
-        weighed = tl.load(partial + here[:, None] * WIDTH + column[None, :], mask=own[:, None], other=0.0)
-        result += share[:, None] * weighed.to(tl.float32)
-
-    factor, log = with_sink(highest, whole, tl.load(sink + head, mask=own, other=0.0))
-    result = rounded(result * factor[:, None], out.dtype.element_ty)
-    tl.store(out + place[:, None] * WIDTH + column[None, :], result, mask=own[:, None])
+    if OVERLAPS:
+        gdc_wait()
+    highs = tl.load(best + places, mask=there, other=NOTHING)
+    sums = tl.load(total + places, mask=there, other=0.0)
+    weighed = tl.load(partial + places[:, None] * WIDTH + column[None, :], mask=there[:, None], other=0.0)
+    of_sink = tl.load(sink + head)
+    highest = tl.max(highs, 0)
+    shares = tl.exp2(highs - highest)
+    factor, log = with_sink(highest, tl.sum(shares * sums, 0), of_sink)
+    result = tl.sum(weighed.to(tl.float32) * shares[:, None], 0) * factor
+    tl.store(out + place * WIDTH + column, rounded(result, out.dtype.element_ty))
     if LOG_SUM:
-        tl.store(log_sum + place, log, mask=own)
+        tl.store(log_sum + place, log)
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """Sparse attention for Hopper in three partitions of one program: a loader and two groups that compute.
 
-64 heads of 512 dims; a query's list of rows goes in blocks of 64 keys, the blocks in pairs. Each block lies in shared
-memory as two halves of its dims, [64, 256]: A0 and A1 are the pair's first block, B0 and B1 its second. Group 0 scores
-block A over all dims and keeps the output's columns 0-255; group 1 scores block B and keeps columns 256-511. A group
-takes the exponentials of its own block once and lends them, as bf16 weights, to the other:
+64 heads of 512 dims; a query's list of rows goes in blocks of 64 (or 32) keys, the blocks in pairs. Each block lies in
+shared memory as two halves of its dims, [64, 256]: A0 and A1 are the pair's first block, B0 and B1 its second. Group 0
+scores block A over all dims and keeps the output's columns 0-255; group 1 scores block B and keeps columns 256-511. A
+group takes the exponentials of its own block once and lends them, as bf16 weights, to the other:
 
     loader          group 0                              group 1
     --------        -------------------------------      -------------------------------
@@ -41,7 +41,11 @@ the first wait passes at once. One barrier often guards more than its own buffer
 - Group 1 does not wait for A1: copies land in their order, and it has waited for B1.
 - Weights and maximum of group 0 are overwritten a pair later, after a wait for full[A1], which the loader fills only
   when group 1 has let go of A1, that is, has used those weights. Those of group 1: after a wait for weights[0].
-- The last pair's B0 and B1 serve to turn the output's layout (see `finish`) before they are let go of.
+- The last pair's B0 and B1 serve to turn the output's layout (see `finish`) before they are let go of. Halves of 32
+  keys have no room for that: there the query's own halves do it, and the groups let go of the query only then.
+
+A program goes through items: whole queries, then pieces of others (see `Work`). What it leaves of a piece is not
+divided; `kernels.attend.combine` puts the pieces together.
 
 What the compiler wants, learned by reading what it made:
 
@@ -65,11 +69,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.language.core import _aggregate as aggregate
+from triton.language.extra.cuda import gdc_launch_dependents
 
 HEADS = gl.constexpr(64)
 WIDTH = gl.constexpr(512)
 HALF = gl.constexpr(256)
-KEYS = gl.constexpr(64)
 THREADS = gl.constexpr(128)
 """Of a partition: four warps."""
 
@@ -85,19 +89,35 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 """16 bytes of bf16 a thread, half a row a warp."""
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT, 2))
-SCORE_ROW = gl.constexpr(gl.SliceLayout(1, SCORES))
 OUTPUT_ROW = gl.constexpr(gl.SliceLayout(1, OUTPUT))
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 
 
+@gluon.constexpr_function
+def scores_layout(KEYS):
+    """Of scores and weights, [64, KEYS]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+
+
+@gluon.constexpr_function
+def weights_shared(KEYS):
+    """Of weights in shared memory, [64, KEYS] of bf16."""
+    return gl.NVMMASharedLayout(2 * KEYS, 16, rank=2)
+
+
+@gluon.constexpr_function
+def staged_in_keys(KEYS):
+    """Whether a block of keys has room for the output of 64 heads, or the query has to make it."""
+    return KEYS == 64
+
+
 @aggregate
 class Lists:
-    """The rows that queries attend to: near ones, then far ones, each padded to whole blocks. -1 is nothing.
+    """The rows that queries attend to: near ones, then far ones, each padded to whole blocks of `KEYS`. -1 is nothing.
 
     Row numbers are read as 32-bit words, every `STEP`-th of them (2 where they are stored in 64 bits)."""
 
@@ -106,18 +126,20 @@ class Lists:
     near_count: gl.tensor
     far_count: gl.tensor
     STEP: gl.constexpr
+    KEYS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, near_rows, far_rows, near_count, far_count, STEP):
+    def __init__(self, near_rows, far_rows, near_count, far_count, STEP, KEYS):
         self.near_rows = near_rows
         self.far_rows = far_rows
         self.near_count = near_count
         self.far_count = far_count
         self.STEP = gl.constexpr(STEP)
+        self.KEYS = gl.constexpr(KEYS)
 
     @gluon.jit
     def near_blocks(self):
-        return (self.near_count + (KEYS - 1)) // KEYS
+        return (self.near_count + (self.KEYS - 1)) // self.KEYS
 
     @gluon.jit
     def rows(self, query, block, key):
@@ -126,31 +148,60 @@ class Lists:
         is_near = far_block < 0
         count = gl.where(is_near, self.near_count, self.far_count)
         base = gl.where(is_near, self.near_rows, self.far_rows)
-        place = gl.where(is_near, block, far_block) * KEYS + key
+        place = gl.where(is_near, block, far_block) * self.KEYS + key
         start = base + gl.cast(query, gl.int64) * count * self.STEP
         return gl.load(start + place * self.STEP, mask=place < count, other=-1)
 
 
 @aggregate
 class Work:
-    """Items of a persistent program: a query, and of its list's `pairs` of blocks a piece."""
+    """Items of a persistent program: the first `whole` queries, then of each other query the `pieces` of its list. A
+    list has `pairs` of blocks."""
 
     queries: gl.tensor
+    whole: gl.tensor
     pieces: gl.tensor
     pairs: gl.tensor
+    TURNS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, queries, pieces, pairs):
+    def __init__(self, queries, whole, pieces, pairs, TURNS):
         self.queries = queries
+        self.whole = whole
         self.pieces = pieces
         self.pairs = pairs
+        self.TURNS = gl.constexpr(TURNS)
+
+    @gluon.jit
+    def items(self):
+        return self.whole + (self.queries - self.whole) * self.pieces
 
     @gluon.jit
     def item(self, number):
-        """Query, piece, and the piece's first pair and the one after its last. No piece is empty."""
-        query = number // self.pieces
-        piece = number % self.pieces
-        return query, piece, piece * self.pairs // self.pieces, (piece + 1) * self.pairs // self.pieces
+        """Query, and the first pair of what is done of it and the one after the last. No piece is empty."""
+        later = number - self.whole
+        piece = later % self.pieces
+        query = gl.where(later < 0, number, self.whole + later // self.pieces)
+        first = gl.where(later < 0, 0, piece * self.pairs // self.pieces)
+        last = gl.where(later < 0, self.pairs, (piece + 1) * self.pairs // self.pieces)
+        return query, first, last
+
+    @gluon.jit
+    def listed(self, pair, number, first, last):
+        """Where the list has the pair that comes in this place: with TURNS, every second item of a program goes from
+        the list's end to its beginning, so that the rows last read by all programs are read again while L2 has them."""
+        if self.TURNS:
+            back = (number // gl.num_programs(0)) & 1
+            return gl.where(back > 0, gl.maximum(first + last - 1 - pair, 0), pair)
+        else:
+            return pair
+
+    @gluon.jit
+    def place(self, number):
+        """Where its result goes: the place in `out`, or, of a piece, that in `partial`; and whether it is a piece."""
+        later = number - self.whole
+        piece = (later % self.pieces) * (self.queries - self.whole) + later // self.pieces
+        return gl.where(later < 0, number, piece), later >= 0
 
 
 @aggregate
@@ -193,24 +244,27 @@ class Shared:
 
 @aggregate
 class Results:
-    """Where results go: `out` [queries, heads, 512], or a piece's output (not divided, bf16) [pieces, queries, heads,
-    512] with its maximum (of scores in units of log 2) and sum [pieces, queries, heads]."""
+    """Where results go: `out` [queries, heads, 512]; a piece's to `partial` [pieces, queries - whole, heads, 512]
+    (bf16, not divided), with its maximum (of scores in units of log 2) and sum [pieces, queries - whole, heads].
+    OVERLAPS: the next kernel may be launched while results are written; it waits for them itself."""
 
     out: gl.tensor
+    partial: gl.tensor
     maxima: gl.tensor
     sums: gl.tensor
     sink: gl.tensor
     heads: gl.tensor
-    PARTIAL: gl.constexpr
+    OVERLAPS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, out, maxima, sums, sink, heads, PARTIAL):
+    def __init__(self, out, partial, maxima, sums, sink, heads, OVERLAPS):
         self.out = out
+        self.partial = partial
         self.maxima = maxima
         self.sums = sums
         self.sink = sink
         self.heads = heads
-        self.PARTIAL = gl.constexpr(PARTIAL)
+        self.OVERLAPS = gl.constexpr(OVERLAPS)
 
 
 @gluon.jit
@@ -243,22 +297,23 @@ def load_half(table, rows, PLACE: gl.constexpr, shared, phase):
 @gluon.jit
 def load_rows(q, near, far, heads, lists, work, shared):
     """The loader's partition, of bf16 tables. Row numbers of a block are asked for a block ahead."""
-    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, COPY))
+    key = gl.arange(0, lists.KEYS, layout=gl.SliceLayout(1, COPY))
     turn = 0
     taken = 0
-    for number in range(gl.program_id(0), work.queries * work.pieces, gl.num_programs(0)):
-        query, piece, first, last = work.item(number)
-        rows_a = lists.rows(query, 2 * first, key)
+    for number in range(gl.program_id(0), work.items(), gl.num_programs(0)):
+        query, first, last = work.item(number)
+        rows_a = lists.rows(query, 2 * work.listed(first, number, first, last), key)
         load_query(q, query, heads, shared, taken)
         taken += 1
         for pair in range(first, last):
             phase = (turn & 1) ^ 1
-            rows_b = lists.rows(query, 2 * pair + 1, key)
-            table = gl.where(2 * pair < lists.near_blocks(), near, far)
+            block = 2 * work.listed(pair, number, first, last)
+            rows_b = lists.rows(query, block + 1, key)
+            table = gl.where(block < lists.near_blocks(), near, far)
             load_half(table, rows_a, A0, shared, phase)
             load_half(table, rows_a, A1, shared, phase)
-            rows_a = lists.rows(query, 2 * pair + 2, key)
-            table = gl.where(2 * pair + 1 < lists.near_blocks(), near, far)
+            rows_a = lists.rows(query, 2 * work.listed(pair + 1, number, first, last), key)
+            table = gl.where(block + 1 < lists.near_blocks(), near, far)
             load_half(table, rows_b, B0, shared, phase)
             load_half(table, rows_b, B1, shared, phase)
             turn += 1
@@ -266,9 +321,9 @@ def load_rows(q, near, far, heads, lists, work, shared):
 
 
 @gluon.jit
-def score(shared, zero, LEFT: gl.constexpr, phase):
+def score(shared, zero, LEFT: gl.constexpr, phase, KEYS: gl.constexpr):
     """q . key of the block whose left half is LEFT, in fp32."""
-    nothing = gl.zeros([HEADS, KEYS], gl.float32, SCORES)
+    nothing = gl.zeros([HEADS, KEYS], gl.float32, scores_layout(KEYS))
     mbarrier.wait(shared.full.index(LEFT), phase)
     fence_async_shared()
     left = shared.keys.index(zero + LEFT).permute((1, 0))
@@ -289,12 +344,15 @@ def faded(output, fade):
 @gluon.jit
 def attend_first(lists, work, results, shared, c, lift):
     """Group 0: scores A, keeps the output's columns 0-255. `c`: what makes a score a power of two's exponent."""
-    key = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
+    SCORES: gl.constexpr = scores_layout(lists.KEYS)
+    SCORE_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    sink = sinks(results, SCORE_ROW)
+    key = gl.arange(0, lists.KEYS, layout=gl.SliceLayout(0, SCORES))
     turn = 0
     taken = 0
-    for number in range(gl.program_id(0), work.queries * work.pieces, gl.num_programs(0)):
-        query, piece, first, last = work.item(number)
-        rows = lists.rows(query, 2 * first, key)
+    for number in range(gl.program_id(0), work.items(), gl.num_programs(0)):
+        query, first, last = work.item(number)
+        rows = lists.rows(query, 2 * work.listed(first, number, first, last), key)
         best = gl.full([HEADS], NO_SCORE, gl.float32, SCORE_ROW)
         total = gl.full([HEADS], 0.0, gl.float32, SCORE_ROW)
         output = gl.zeros([HEADS, HALF], gl.float32, OUTPUT)
@@ -303,23 +361,23 @@ def attend_first(lists, work, results, shared, c, lift):
             phase = turn & 1
             zero = turn >> 24
             listed = rows >= 0
-            scores = score(shared, zero, A0, phase)
-            if pair == last - 1:
+            scores = score(shared, zero, A0, phase, lists.KEYS)
+            if pair == last - 1 and staged_in_keys(lists.KEYS):
                 mbarrier.arrive(shared.query_empty)
             # Block A: its own
-            scores = gl.where(listed[None, :], scores * c, float("-inf"))
-            higher = gl.maximum(best, gl.max(scores, 1))
-            p = gl.exp2(scores - higher[:, None])
+            scores = gl.where(listed[None, :], scores, float("-inf"))
+            higher = gl.maximum(best, gl.max(scores, 1) * c)
+            p = gl.exp2(gl.fma(scores, c, -higher[:, None]))
             rounded = p.to(gl.bfloat16)
             shared.weights.index(zero).store(rounded)
             shared.maxima0.store(higher)
             fence_async_shared()
             mbarrier.arrive(shared.weights_full.index(0))
             fade = gl.exp2(best - higher)
-            total = total * fade + gl.sum(p, 1)
             own = gl.convert_layout(rounded, WEIGHTS)
             running = warpgroup_mma(own, shared.keys.index(zero + A0), faded(output, fade), is_async=True)
-            rows = lists.rows(query, 2 * pair + 2, key)
+            total = total * fade + gl.sum(p, 1)
+            rows = lists.rows(query, 2 * work.listed(pair + 1, number, first, last), key)
             output, own = warpgroup_mma_wait(0, deps=[running, own])
             mbarrier.arrive(shared.empty.index(A0))
             # Block B: the other group's
@@ -333,27 +391,33 @@ def attend_first(lists, work, results, shared, c, lift):
             running = warpgroup_mma(lent, shared.keys.index(zero + B0), faded(output, fade), is_async=True)
             turn += 1
             output = warpgroup_mma_wait(0, deps=[running])
-            if pair < last - 1:
+            if pair < last - 1 or not staged_in_keys(lists.KEYS):
                 mbarrier.arrive(shared.empty.index(B0))
         shared.sums0.index(turn >> 24).store(total)
         mbarrier.arrive(shared.totals_full.index(0))
         mbarrier.wait(shared.totals_full.index(1), taken & 1)
         total += shared.sums1.index(turn >> 24).load(SCORE_ROW)
-        stage = shared.keys.index(B0)
-        finish(output, best, total, results, stage, 0, HALF, OUTPUT, COPY, work, number, turn >> 24, lift)
-        mbarrier.arrive(shared.empty.index(B0))
+        factor = last_factor(
+            best, total, sink, results, work, number, turn >> 24, lift, SCORE_ROW, OUTPUT_ROW, True
+        )  # fmt: skip
+        stage = stage_of(shared, B0, 0, lists.KEYS)
+        finish(output * factor[:, None], results, stage, 0, HALF, COPY, work, number, turn >> 24)
+        let_go(shared, B0, lists.KEYS)
         taken += 1
 
 
 @gluon.jit
 def attend_second(lists, work, results, shared, c, lift):
     """Group 1: scores B, keeps the output's columns 256-511."""
-    key = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
+    SCORES: gl.constexpr = scores_layout(lists.KEYS)
+    SCORE_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    sink = sinks(results, SCORE_ROW)
+    key = gl.arange(0, lists.KEYS, layout=gl.SliceLayout(0, SCORES))
     turn = 0
     taken = 0
-    for number in range(gl.program_id(0), work.queries * work.pieces, gl.num_programs(0)):
-        query, piece, first, last = work.item(number)
-        rows = lists.rows(query, 2 * first + 1, key)
+    for number in range(gl.program_id(0), work.items(), gl.num_programs(0)):
+        query, first, last = work.item(number)
+        rows = lists.rows(query, 2 * work.listed(first, number, first, last) + 1, key)
         best = gl.full([HEADS], NO_SCORE, gl.float32, SCORE_ROW)
         total = gl.full([HEADS], 0.0, gl.float32, SCORE_ROW)
         output = gl.zeros([HEADS, HALF], gl.float32, OUTPUT)
@@ -362,11 +426,11 @@ def attend_second(lists, work, results, shared, c, lift):
             phase = turn & 1
             zero = turn >> 24
             listed = rows >= 0
-            scores = score(shared, zero, B0, phase)
-            if pair == last - 1:
+            scores = score(shared, zero, B0, phase, lists.KEYS)
+            if pair == last - 1 and staged_in_keys(lists.KEYS):
                 mbarrier.arrive(shared.query_empty)
-            scores = gl.where(listed[None, :], scores * c, float("-inf"))
-            highest = gl.max(scores, 1)
+            scores = gl.where(listed[None, :], scores, float("-inf"))
+            highest = gl.max(scores, 1) * c
             # Block A: the other group's
             mbarrier.wait(shared.weights_full.index(0), phase)
             higher = shared.maxima0.load(SCORE_ROW)
@@ -375,7 +439,7 @@ def attend_second(lists, work, results, shared, c, lift):
             fade = gl.exp2(best - higher)
             running = warpgroup_mma(lent, shared.keys.index(zero + A1), faded(output, fade), is_async=True)
             # Block B: its own, while that product runs
-            p = gl.exp2(scores - highest[:, None])
+            p = gl.exp2(gl.fma(scores, c, -highest[:, None]))
             rounded = p.to(gl.bfloat16)
             shared.weights.index(zero + 1).store(rounded)
             shared.maxima1.store(highest)
@@ -388,62 +452,97 @@ def attend_second(lists, work, results, shared, c, lift):
             output = warpgroup_mma_wait(0, deps=[running])
             mbarrier.arrive(shared.empty.index(A1))
             running = warpgroup_mma(own, shared.keys.index(zero + B1), faded(output, fade), is_async=True)
-            rows = lists.rows(query, 2 * pair + 3, key)
+            rows = lists.rows(query, 2 * work.listed(pair + 1, number, first, last) + 1, key)
             turn += 1
             output, own = warpgroup_mma_wait(0, deps=[running, own])
-            if pair < last - 1:
+            if pair < last - 1 or not staged_in_keys(lists.KEYS):
                 mbarrier.arrive(shared.empty.index(B1))
         shared.sums1.index(turn >> 24).store(total)
         mbarrier.arrive(shared.totals_full.index(1))
         mbarrier.wait(shared.totals_full.index(0), taken & 1)
         total += shared.sums0.index(turn >> 24).load(SCORE_ROW)
-        stage = shared.keys.index(B1)
-        finish(output, best, total, results, stage, HALF, HALF, OUTPUT, COPY, work, number, turn >> 24, lift)
-        mbarrier.arrive(shared.empty.index(B1))
+        factor = last_factor(
+            best, total, sink, results, work, number, turn >> 24, lift, SCORE_ROW, OUTPUT_ROW, False
+        )  # fmt: skip
+        stage = stage_of(shared, B1, 1, lists.KEYS)
+        finish(output * factor[:, None], results, stage, HALF, HALF, COPY, work, number, turn >> 24)
+        let_go(shared, B1, lists.KEYS)
         taken += 1
 
 
 @gluon.jit
+def stage_of(shared, BUFFER: gl.constexpr, HALF_OF_QUERY: gl.constexpr, KEYS: gl.constexpr):
+    """Free shared memory of [64, 256] in which a group turns its output: half a block of 64 keys, or half the query."""
+    if staged_in_keys(KEYS):
+        return shared.keys.index(BUFFER)
+    else:
+        return shared.query.index(HALF_OF_QUERY)
+
+
+@gluon.jit
+def let_go(shared, BUFFER: gl.constexpr, KEYS: gl.constexpr):
+    """Of the same."""
+    if staged_in_keys(KEYS):
+        mbarrier.arrive(shared.empty.index(BUFFER))
+    else:
+        mbarrier.arrive(shared.query_empty)
+
+
+@gluon.jit
+def sinks(results, ROW: gl.constexpr):
+    """Of each head, in units of log 2. Asked for before all else: at the end it would be waited for."""
+    head = gl.arange(0, HEADS, layout=ROW)
+    return gl.load(results.sink + head, mask=head < results.heads, other=0.0) * LOG2_E
+
+
+@gluon.jit
+def last_factor(
+    best, total, sink, results, work, number, zero, lift, ROW: gl.constexpr, OUT: gl.constexpr, STORES: gl.constexpr
+):  # fmt: skip
+    """What each head's output is multiplied by at last: 1 / (sum + sink), and `lift`; only the latter of a piece, whose
+    maximum and sum are kept, by the group that `STORES` them.
+
+    What is computed here and in `finish` hangs on `zero`, so that none of it is computed ahead and kept through the
+    loop over keys."""
+    head = gl.arange(0, HEADS, layout=ROW) + zero
+    place, is_piece = work.place(number + zero)
+    if STORES:
+        if results.OVERLAPS:
+            gdc_launch_dependents()
+        own = (head < results.heads) & is_piece
+        first = gl.cast(place, gl.int64) * results.heads
+        gl.store(results.maxima + first + head, best, mask=own)
+        gl.store(results.sums + first + head, total, mask=own)
+    # A list of nothing has the maximum -1e30 and no sum: the sink's share is infinite, the result 0. Without a sink
+    # either (-inf) nothing is left to divide by, and the result is 0 too.
+    whole = total + gl.exp2(sink - best)
+    factor = gl.where(whole > 0, lift / whole, 0.0)
+    factor = gl.where((head >= 0) & is_piece, lift, factor)
+    return gl.convert_layout(factor, OUT)
+
+
+@gluon.jit
 def finish(
-    output, best, total, results, stage, FIRST: gl.constexpr, COLUMNS: gl.constexpr, OUT: gl.constexpr,
-    COPIED: gl.constexpr, work, number, zero, lift,
+    output, results, stage, FIRST: gl.constexpr, COLUMNS: gl.constexpr, COPIED: gl.constexpr, work, number, zero
 ):  # fmt: skip
     """Write COLUMNS columns of the result, from the FIRST on. The tile goes through `stage`, shared memory that was
-    free: straight from OUT, the accumulator's layout, it would be written 4 bytes at a time, not 16 as by COPIED.
-    `lift`: what the rows' values have to be multiplied by.
-
-    What is computed here hangs on `zero`, so that none of it is computed ahead and kept through the loop over keys."""
-    ROW: gl.constexpr = gl.SliceLayout(1, OUT)
-    best = gl.convert_layout(best, ROW)
-    total = gl.convert_layout(total, ROW)
-    of_vector = gl.arange(0, HEADS, layout=ROW) + zero
+    free: straight from the accumulator's layout it would be written 4 bytes at a time, not 16 as by COPIED."""
     head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, COPIED)) + zero
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, COPIED)) + FIRST
-    query, piece, _, _ = work.item(number + zero)
-    first = (gl.cast(piece, gl.int64) * work.queries + query) * results.heads  # piece is 0 where there is one only
-    if results.PARTIAL:
-        if FIRST == 0:
-            gl.store(results.maxima + first + of_vector, best, mask=of_vector < results.heads)
-            gl.store(results.sums + first + of_vector, total, mask=of_vector < results.heads)
-        output = output * lift
-    else:
-        sink = gl.load(results.sink + of_vector, mask=of_vector < results.heads, other=0.0)
-        # A list of nothing has the maximum -1e30 and no sum: the sink's share is infinite, the result 0. Without a sink
-        # either (-inf) nothing is left to divide by, and the result is 0 too.
-        whole = total + gl.exp2(sink * LOG2_E - best)
-        output = output * gl.where(whole > 0, lift / whole, 0.0)[:, None]
+    place, is_piece = work.place(number + zero)
+    first = gl.where(is_piece, results.partial, results.out) + gl.cast(place, gl.int64) * results.heads * WIDTH
     stage.store(output.to(gl.bfloat16))
-    target = results.out + first * WIDTH + head[:, None] * WIDTH + column[None, :]
+    target = first + head[:, None] * WIDTH + column[None, :]
     gl.store(target, stage.load(COPIED), mask=(head < results.heads)[:, None])
 
 
 @gluon.jit
-def allocate(ARRIVALS: gl.constexpr):
+def allocate(ARRIVALS: gl.constexpr, KEYS: gl.constexpr):
     """Shared memory with its barriers set. ARRIVALS: at a full half block, of the loader's threads."""
     shared = Shared(
         gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, HALF], SWIZZLED),
         gl.allocate_shared_memory(gl.bfloat16, [4, KEYS, HALF], SWIZZLED),
-        gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, KEYS], SWIZZLED),
+        gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, KEYS], weights_shared(KEYS)),
         gl.allocate_shared_memory(gl.float32, [HEADS], FLAT),
         gl.allocate_shared_memory(gl.float32, [HEADS], FLAT),
         gl.allocate_shared_memory(gl.float32, [1, HEADS], FLAT),
@@ -466,17 +565,17 @@ def allocate(ARRIVALS: gl.constexpr):
     return shared
 
 
-@gluon.jit(do_not_specialize=["heads", "near_count", "far_count", "queries", "pieces", "pairs"])
+@gluon.jit(do_not_specialize=["heads", "near_count", "far_count", "queries", "whole", "pieces", "pairs"])
 def attend_bf16(
-    q, near, far, near_rows, far_rows, sink, out, maxima, sums, heads, near_count, far_count, queries,
-    pieces, pairs, c, STEP: gl.constexpr, PARTIAL: gl.constexpr, GROUP_REGISTERS: gl.constexpr,
-    LOADER_REGISTERS: gl.constexpr,
+    q, near, far, near_rows, far_rows, sink, out, partial, maxima, sums, heads, near_count, far_count, queries, whole,
+    pieces, pairs, c, STEP: gl.constexpr, KEYS: gl.constexpr, OVERLAPS: gl.constexpr, TURNS: gl.constexpr,
+    GROUP_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Sparse attention over tables of bf16 rows [.., 512]. `c` = scale / log 2."""
-    lists = Lists(near_rows, far_rows, near_count, far_count, STEP)
-    work = Work(queries, pieces, pairs)
-    results = Results(out, maxima, sums, sink, heads, PARTIAL)
-    shared = allocate(THREADS)
+    lists = Lists(near_rows, far_rows, near_count, far_count, STEP, KEYS)
+    work = Work(queries, whole, pieces, pairs, TURNS)
+    results = Results(out, partial, maxima, sums, sink, heads, OVERLAPS)
+    shared = allocate(THREADS, KEYS)
     gl.warp_specialize(
         [
             (attend_first, (lists, work, results, shared, c, 1.0)),

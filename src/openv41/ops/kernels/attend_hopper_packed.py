@@ -17,7 +17,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
 from openv41.ops.kernels.attend_hopper import (
-    KEYS,
     Lists,
     Results,
     Work,
@@ -42,10 +41,10 @@ FAR_LAYOUT = gl.constexpr(
 rows, so that their 16-byte stores, swizzled by the row, fall into different banks."""
 NEAR_LAYOUT = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 16], [0, 32]], [[1, 0], [2, 0], [4, 0], [0, 4], [0, 8]], [[8, 0], [16, 0]], [], [32, 64]
+        [[0, 1], [0, 2], [0, 4], [0, 32]], [[1, 0], [2, 0], [4, 0], [0, 8], [0, 16]], [[8, 0], [16, 0]], [], [32, 64]
     )
 )
-"""The same of a near part's, [32, 64]."""
+"""The same of a near part's, [32, 64]; 32 bytes of a row, which have one scale, lie together."""
 FAR_SCALES = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 8]], [[1, 0], [2, 0], [4, 0], [0, 2], [0, 4]], [[8, 0], [16, 0]], [], [32, 16]
@@ -53,11 +52,9 @@ FAR_SCALES = gl.constexpr(
 )
 """Scales, [32, 16]: each thread has those of its words, one for two words."""
 NEAR_SCALES = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 4], [0, 8]], [[1, 0], [2, 0], [4, 0], [0, 1], [0, 2]], [[8, 0], [16, 0]], [], [32, 16]
-    )
+    gl.DistributedLinearLayout([[0, 4]], [[1, 0], [2, 0], [4, 0], [0, 1], [0, 2]], [[8, 0], [16, 0]], [], [32, 8])
 )
-"""Each scale twice, [32, 16]: one for four words."""
+"""The same, [32, 8]: one for eight words."""
 WORDS_SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
 """The layout of a half block, seen as words of two values."""
 
@@ -126,11 +123,10 @@ def words_of(table, rows, SIDE: gl.constexpr, FAR: gl.constexpr):
     LAYOUT: gl.constexpr = FAR_LAYOUT if FAR else NEAR_LAYOUT
     SCALES: gl.constexpr = FAR_SCALES if FAR else NEAR_SCALES
     WORDS: gl.constexpr = 32 if FAR else 64
-    SHARED_BY: gl.constexpr = 2 if FAR else 8
+    COUNT: gl.constexpr = 16 if FAR else 8
     RECORD: gl.constexpr = FAR_WORDS if FAR else NEAR_WORDS
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, LAYOUT)) + SIDE * WORDS
-    scale = gl.arange(0, 16, layout=gl.SliceLayout(0, SCALES)) // (1 if FAR else 2)
-    byte = 8 * WORDS + SIDE * (WORDS // SHARED_BY) + scale  # behind the codes
+    byte = 8 * WORDS + SIDE * COUNT + gl.arange(0, COUNT, layout=gl.SliceLayout(0, SCALES))  # behind the codes
     start = gl.maximum(rows, 0).to(gl.int64) * RECORD
     words = gl.load(table + start[:, None] + word[None, :], mask=(rows >= 0)[:, None], other=0)
     rows = gl.convert_layout(rows, gl.SliceLayout(1, SCALES))
@@ -163,7 +159,7 @@ def decode(words, scales, target, FAR: gl.constexpr):
     else:
         # Of 2^(byte - 127) times 2^120 / 2^60, the exponent's field is byte + 60.
         twice = ((scales.to(gl.int32) + 60) << 7) * 0x10001
-        twice = gl.convert_layout(doubled(doubled(twice, 32), 64), NEAR_LAYOUT)
+        twice = gl.convert_layout(doubled(doubled(doubled(twice, 16), 32), 64), NEAR_LAYOUT)
         a, b = gl.inline_asm_elementwise(
             E4M3_PAIRS, "=r,=r,r,r", [words, twice], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
         )
@@ -175,6 +171,47 @@ def decode_blocks(table, lists, query, first, last, turn, shared, FAR: gl.conste
     """Blocks `first` to `last` of a query's list, all of one table. `turn`: blocks before them; returns those after.
 
     While a part is decoded, the next two are on their way from memory."""
+    if lists.KEYS == PART:
+        return decode_small_blocks(table, lists, query, first, last, turn, shared, FAR)
+    else:
+        return decode_large_blocks(table, lists, query, first, last, turn, shared, FAR)
+
+
+@gluon.jit
+def decode_small_blocks(table, lists, query, first, last, turn, shared, FAR: gl.constexpr):
+    """Of 32 rows, a part a half."""
+    LAYOUT: gl.constexpr = FAR_LAYOUT if FAR else NEAR_LAYOUT
+    row = gl.arange(0, PART, layout=gl.SliceLayout(1, LAYOUT))
+    rows = lists.rows(query, gl.where(first < last, first, NOWHERE), row)
+    a, a_scales = words_of(table, rows, 0, FAR)
+    b, b_scales = words_of(table, rows, 1, FAR)
+    for block in range(first, last):
+        place = (turn & 1) * 2
+        phase = ((turn >> 1) & 1) ^ 1
+        rows = lists.rows(query, gl.where(block + 1 < last, block + 1, NOWHERE), row)
+        mbarrier.wait(shared.empty.index(place), phase)
+        decode(a, a_scales, words_in(shared, place, PART), FAR)
+        a, a_scales = words_of(table, rows, 0, FAR)
+        fence_async_shared()
+        mbarrier.arrive(shared.full.index(place))
+        mbarrier.wait(shared.empty.index(place + 1), phase)
+        decode(b, b_scales, words_in(shared, place + 1, PART), FAR)
+        b, b_scales = words_of(table, rows, 1, FAR)
+        fence_async_shared()
+        mbarrier.arrive(shared.full.index(place + 1))
+        turn += 1
+    return turn
+
+
+@gluon.jit
+def words_in(shared, place, KEYS: gl.constexpr):
+    """A half block, seen as words of two values."""
+    return shared.keys.index(place)._reinterpret(gl.int32, [KEYS, 128], WORDS_SWIZZLED)
+
+
+@gluon.jit
+def decode_large_blocks(table, lists, query, first, last, turn, shared, FAR: gl.constexpr):
+    """Of 64 rows, two parts a half."""
     LAYOUT: gl.constexpr = FAR_LAYOUT if FAR else NEAR_LAYOUT
     row = gl.arange(0, PART, layout=gl.SliceLayout(1, LAYOUT))
     ahead = gl.where(first < last, first, NOWHERE)
@@ -188,7 +225,7 @@ def decode_blocks(table, lists, query, first, last, turn, shared, FAR: gl.conste
         ahead = gl.where(block + 1 < last, block + 1, NOWHERE)  # the next block may be of the other table
         next_upper = lists.rows(query, ahead, row)
         next_lower = lists.rows(query, ahead, row + PART)
-        left = shared.keys.index(place)._reinterpret(gl.int32, [KEYS, 128], WORDS_SWIZZLED)
+        left = words_in(shared, place, 2 * PART)
         mbarrier.wait(shared.empty.index(place), phase)
         decode(a, a_scales, left.slice(0, PART, dim=0), FAR)
         a, a_scales = words_of(table, upper, 1, FAR)
@@ -198,7 +235,7 @@ def decode_blocks(table, lists, query, first, last, turn, shared, FAR: gl.conste
         mbarrier.arrive(shared.full.index(place))
         upper = next_upper
         lower = next_lower
-        right = shared.keys.index(place + 1)._reinterpret(gl.int32, [KEYS, 128], WORDS_SWIZZLED)
+        right = words_in(shared, place + 1, 2 * PART)
         mbarrier.wait(shared.empty.index(place + 1), phase)
         decode(a, a_scales, right.slice(0, PART, dim=0), FAR)
         a, a_scales = words_of(table, upper, 0, FAR)
@@ -215,8 +252,8 @@ def load_records(q, near, far, heads, lists, work, shared):
     """The loader's partition, of packed tables."""
     turn = 0
     taken = 0
-    for number in range(gl.program_id(0), work.queries * work.pieces, gl.num_programs(0)):
-        query, piece, first, last = work.item(number)
+    for number in range(gl.program_id(0), work.items(), gl.num_programs(0)):
+        query, first, last = work.item(number)
         load_query(q, query, heads, shared, taken)
         taken += 1
         border = gl.minimum(gl.maximum(lists.near_blocks(), 2 * first), 2 * last)
@@ -225,16 +262,17 @@ def load_records(q, near, far, heads, lists, work, shared):
     async_copy.wait_group(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "near_count", "far_count", "queries", "pieces", "pairs"])
+@gluon.jit(do_not_specialize=["heads", "near_count", "far_count", "queries", "whole", "pieces", "pairs"])
 def attend_records(
-    q, near, far, near_rows, far_rows, sink, out, maxima, sums, heads, near_count, far_count, queries, pieces, pairs, c,
-    STEP: gl.constexpr, PARTIAL: gl.constexpr, GROUP_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    q, near, far, near_rows, far_rows, sink, out, partial, maxima, sums, heads, near_count, far_count, queries, whole,
+    pieces, pairs, c, STEP: gl.constexpr, KEYS: gl.constexpr, OVERLAPS: gl.constexpr, GROUP_REGISTERS: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Sparse attention over tables of records, seen as int32 words. Arguments as of `attend_bf16`."""
-    lists = Lists(near_rows, far_rows, near_count, far_count, STEP)
-    work = Work(queries, pieces, pairs)
-    results = Results(out, maxima, sums, sink, heads, PARTIAL)
-    shared = allocate(1)
+    lists = Lists(near_rows, far_rows, near_count, far_count, STEP, KEYS)
+    work = Work(queries, whole, pieces, pairs, False)
+    results = Results(out, partial, maxima, sums, sink, heads, OVERLAPS)
+    shared = allocate(1, KEYS)
     gl.warp_specialize(
         [
             (attend_first, (lists, work, results, shared, c * LIFT, LIFT)),

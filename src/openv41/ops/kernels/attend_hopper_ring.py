@@ -26,10 +26,7 @@ from openv41.ops.kernels.attend_hopper import (
     BARRIER,
     FLAT,
     HEADS,
-    KEYS,
     NO_SCORE,
-    SCORE_ROW,
-    SCORES,
     SWIZZLED,
     THREADS,
     WIDTH,
@@ -38,12 +35,18 @@ from openv41.ops.kernels.attend_hopper import (
     Shared,
     Work,
     finish,
+    last_factor,
+    scores_layout,
+    sinks,
+    staged_in_keys,
+    weights_shared,
 )
 
 UNIT = gl.constexpr(128)
 """Dims of a unit."""
 SLOTS = gl.constexpr(9)
-"""As many as fit beside the query and the weights."""
+"""As many of 64 keys as fit beside the query and the weights; and no more than a pair and one, for the next pair's unit
+in a slot says that group 1 has used the weights that group 0 will overwrite."""
 PAIR = gl.constexpr(8)
 """Units of a pair of blocks: 0-3 of block A, 4-7 of block B."""
 
@@ -70,7 +73,7 @@ def load_block(table, rows, unit, shared):
     """The four units of a block, of which `unit` is the first; zeros for row -1."""
     column = gl.arange(0, UNIT, layout=gl.SliceLayout(0, COPY))
     source = table + gl.maximum(rows, 0).to(gl.int64)[:, None] * WIDTH + column[None, :]
-    for quarter in gl.static_range(4):
+    for quarter in range(4 + (unit >> 24)):  # a loop, not four copies of it: code that runs once is waited for
         slot = (unit + quarter) % SLOTS
         mbarrier.wait(shared.empty.index(slot), (((unit + quarter) // SLOTS) & 1) ^ 1)
         target = shared.keys.index(slot)
@@ -81,33 +84,42 @@ def load_block(table, rows, unit, shared):
 @gluon.jit
 def load_units(q, near, far, heads, lists, work, shared):
     """The loader's partition."""
-    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, COPY))
+    key = gl.arange(0, lists.KEYS, layout=gl.SliceLayout(1, COPY))
     unit = 0
     taken = 0
-    for number in range(gl.program_id(0), work.queries * work.pieces, gl.num_programs(0)):
-        query, piece, first, last = work.item(number)
-        rows = lists.rows(query, 2 * first, key)
+    for number in range(gl.program_id(0), work.items(), gl.num_programs(0)):
+        query, first, last = work.item(number)
+        block = 2 * work.listed(first, number, first, last)
+        rows = lists.rows(query, block, key)
         load_query(q, query, heads, shared, taken)
         taken += 1
-        for block in range(2 * first, 2 * last):
-            ahead = lists.rows(query, block + 1, key)
+        for place in range(2 * first + 1, 2 * last + 1):  # of the block after the one that is copied
+            next_block = 2 * work.listed(place // 2, number, first, last) + place % 2
+            ahead = lists.rows(query, next_block, key)
             load_block(gl.where(block < lists.near_blocks(), near, far), rows, unit, shared)
             rows = ahead
+            block = next_block
             unit += 4
     async_copy.wait_group(0)
 
 
 @gluon.jit
-def score(shared, unit):
+def score_unit(shared, unit, QUARTER: gl.constexpr, scores):
+    """Of the block whose first unit is given: a quarter of q . key is added to scores in fp32; still running."""
+    slot = (unit + QUARTER) % SLOTS
+    mbarrier.wait(shared.full.index(slot), ((unit + QUARTER) // SLOTS) & 1)
+    fence_async_shared()
+    keys = shared.keys.index(slot).permute((1, 0))
+    query = shared.query.index((unit >> 24) + QUARTER)
+    return warpgroup_mma(query, keys, scores, use_acc=QUARTER > 0, is_async=True)
+
+
+@gluon.jit
+def score(shared, unit, KEYS: gl.constexpr):
     """q . key of the block whose first unit is given, in fp32."""
-    scores = gl.zeros([HEADS, KEYS], gl.float32, SCORES)
+    scores = gl.zeros([HEADS, KEYS], gl.float32, scores_layout(KEYS))
     for quarter in gl.static_range(4):
-        slot = (unit + quarter) % SLOTS
-        mbarrier.wait(shared.full.index(slot), ((unit + quarter) // SLOTS) & 1)
-        fence_async_shared()
-        keys = shared.keys.index(slot).permute((1, 0))
-        query = shared.query.index((unit >> 24) + quarter)
-        scores = warpgroup_mma(query, keys, scores, use_acc=quarter > 0, is_async=True)
+        scores = score_unit(shared, unit, quarter, scores)
     return warpgroup_mma_wait(0, deps=[scores])
 
 
@@ -128,24 +140,37 @@ def release(shared, unit):
 
 
 @gluon.jit
-def finish_both(left, right, best, total, results, shared, unit, FIRST: gl.constexpr, work, number, lift):
-    """Write both accumulators' columns, by way of the units given, and let go of these."""
-    stage = shared.keys.index(unit % SLOTS)
-    finish(left, best, total, results, stage, FIRST, UNIT, OUTPUT, COPY, work, number, unit >> 24, lift)
-    stage = shared.keys.index((unit + 1) % SLOTS)
-    finish(right, best, total, results, stage, FIRST + UNIT, UNIT, OUTPUT, COPY, work, number, unit >> 24, lift)
-    release(shared, unit)
+def finish_both(left, right, factor, results, shared, unit, FIRST: gl.constexpr, work, number, KEYS: gl.constexpr):
+    """Write both accumulators' columns, by way of the units given, which are let go of, or of the query's."""
+    zero = unit >> 24
+    if staged_in_keys(KEYS):
+        on_left = shared.keys.index(unit % SLOTS)
+        on_right = shared.keys.index((unit + 1) % SLOTS)
+    else:
+        on_left = shared.query.index(FIRST // UNIT)
+        on_right = shared.query.index(FIRST // UNIT + 1)
+    factor = factor[:, None]
+    finish(left * factor, results, on_left, FIRST, UNIT, COPY, work, number, zero)
+    finish(right * factor, results, on_right, FIRST + UNIT, UNIT, COPY, work, number, zero)
+    if staged_in_keys(KEYS):
+        release(shared, unit)
+    else:
+        mbarrier.arrive(shared.query_empty)
 
 
 @gluon.jit
 def attend_first(lists, work, results, shared, c, lift):
     """Group 0: scores A, keeps the output's columns 0-255."""
+    KEYS: gl.constexpr = lists.KEYS
+    SCORES: gl.constexpr = scores_layout(KEYS)
+    SCORE_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    sink = sinks(results, SCORE_ROW)
     key = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
     turn = 0
     taken = 0
-    for number in range(gl.program_id(0), work.queries * work.pieces, gl.num_programs(0)):
-        query, piece, first, last = work.item(number)
-        rows = lists.rows(query, 2 * first, key)
+    for number in range(gl.program_id(0), work.items(), gl.num_programs(0)):
+        query, first, last = work.item(number)
+        rows = lists.rows(query, 2 * work.listed(first, number, first, last), key)
         best = gl.full([HEADS], NO_SCORE, gl.float32, SCORE_ROW)
         total = gl.full([HEADS], 0.0, gl.float32, SCORE_ROW)
         left = gl.zeros([HEADS, UNIT], gl.float32, OUTPUT)
@@ -155,23 +180,23 @@ def attend_first(lists, work, results, shared, c, lift):
             phase = turn & 1
             unit = turn * PAIR
             listed = rows >= 0
-            scores = score(shared, unit)
-            if pair == last - 1:
+            scores = score(shared, unit, KEYS)
+            if pair == last - 1 and staged_in_keys(KEYS):
                 mbarrier.arrive(shared.query_empty)
             # Block A: its own
-            scores = gl.where(listed[None, :], scores * c, float("-inf"))
-            higher = gl.maximum(best, gl.max(scores, 1))
-            p = gl.exp2(scores - higher[:, None])
+            scores = gl.where(listed[None, :], scores, float("-inf"))
+            higher = gl.maximum(best, gl.max(scores, 1) * c)
+            p = gl.exp2(gl.fma(scores, c, -higher[:, None]))
             rounded = p.to(gl.bfloat16)
             shared.weights.index(turn >> 24).store(rounded)
             shared.maxima0.store(higher)
             fence_async_shared()
             mbarrier.arrive(shared.weights_full.index(0))
             fade = gl.exp2(best - higher)
-            total = total * fade + gl.sum(p, 1)
             own = gl.convert_layout(rounded, WEIGHTS)
             left_now, right_now = weigh(own, shared, unit, left, right, fade)
-            rows = lists.rows(query, 2 * pair + 2, key)
+            total = total * fade + gl.sum(p, 1)
+            rows = lists.rows(query, 2 * work.listed(pair + 1, number, first, last), key)
             left, right, own = warpgroup_mma_wait(0, deps=[left_now, right_now, own])
             release(shared, unit)
             # Block B: the other group's
@@ -184,25 +209,32 @@ def attend_first(lists, work, results, shared, c, lift):
             left_now, right_now = weigh(lent, shared, unit + 4, left, right, fade)
             turn += 1
             left, right = warpgroup_mma_wait(0, deps=[left_now, right_now])
-            if pair < last - 1:
+            if pair < last - 1 or not staged_in_keys(KEYS):
                 release(shared, unit + 4)
         shared.sums0.index(turn >> 24).store(total)
         mbarrier.arrive(shared.totals_full.index(0))
         mbarrier.wait(shared.totals_full.index(1), taken & 1)
         total += shared.sums1.index(turn >> 24).load(SCORE_ROW)
-        finish_both(left, right, best, total, results, shared, turn * PAIR - 4, 0, work, number, lift)
+        factor = last_factor(
+            best, total, sink, results, work, number, turn >> 24, lift, SCORE_ROW, OUTPUT_ROW, True
+        )  # fmt: skip
+        finish_both(left, right, factor, results, shared, turn * PAIR - 4, 0, work, number, KEYS)
         taken += 1
 
 
 @gluon.jit
 def attend_second(lists, work, results, shared, c, lift):
     """Group 1: scores B, keeps the output's columns 256-511."""
+    KEYS: gl.constexpr = lists.KEYS
+    SCORES: gl.constexpr = scores_layout(KEYS)
+    SCORE_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    sink = sinks(results, SCORE_ROW)
     key = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
     turn = 0
     taken = 0
-    for number in range(gl.program_id(0), work.queries * work.pieces, gl.num_programs(0)):
-        query, piece, first, last = work.item(number)
-        rows = lists.rows(query, 2 * first + 1, key)
+    for number in range(gl.program_id(0), work.items(), gl.num_programs(0)):
+        query, first, last = work.item(number)
+        rows = lists.rows(query, 2 * work.listed(first, number, first, last) + 1, key)
         best = gl.full([HEADS], NO_SCORE, gl.float32, SCORE_ROW)
         total = gl.full([HEADS], 0.0, gl.float32, SCORE_ROW)
         left = gl.zeros([HEADS, UNIT], gl.float32, OUTPUT)
@@ -212,11 +244,11 @@ def attend_second(lists, work, results, shared, c, lift):
             phase = turn & 1
             unit = turn * PAIR
             listed = rows >= 0
-            scores = score(shared, unit + 4)
-            if pair == last - 1:
+            scores = score(shared, unit + 4, KEYS)
+            if pair == last - 1 and staged_in_keys(KEYS):
                 mbarrier.arrive(shared.query_empty)
-            scores = gl.where(listed[None, :], scores * c, float("-inf"))
-            highest = gl.max(scores, 1)
+            scores = gl.where(listed[None, :], scores, float("-inf"))
+            highest = gl.max(scores, 1) * c
             # Block A: the other group's
             mbarrier.wait(shared.weights_full.index(0), phase)
             higher = shared.maxima0.load(SCORE_ROW)
@@ -224,7 +256,7 @@ def attend_second(lists, work, results, shared, c, lift):
             lent = shared.weights.index(turn >> 24)
             left_now, right_now = weigh(lent, shared, unit + 2, left, right, gl.exp2(best - higher))
             # Block B: its own, while those products run
-            p = gl.exp2(scores - highest[:, None])
+            p = gl.exp2(gl.fma(scores, c, -highest[:, None]))
             rounded = p.to(gl.bfloat16)
             shared.weights.index((turn >> 24) + 1).store(rounded)
             shared.maxima1.store(highest)
@@ -237,26 +269,29 @@ def attend_second(lists, work, results, shared, c, lift):
             left, right = warpgroup_mma_wait(0, deps=[left_now, right_now])
             release(shared, unit + 2)
             left_now, right_now = weigh(own, shared, unit + 6, left, right, fade)
-            rows = lists.rows(query, 2 * pair + 3, key)
+            rows = lists.rows(query, 2 * work.listed(pair + 1, number, first, last) + 1, key)
             turn += 1
             left, right, own = warpgroup_mma_wait(0, deps=[left_now, right_now, own])
-            if pair < last - 1:
+            if pair < last - 1 or not staged_in_keys(KEYS):
                 release(shared, unit + 6)
         shared.sums1.index(turn >> 24).store(total)
         mbarrier.arrive(shared.totals_full.index(1))
         mbarrier.wait(shared.totals_full.index(0), taken & 1)
         total += shared.sums0.index(turn >> 24).load(SCORE_ROW)
-        finish_both(left, right, best, total, results, shared, turn * PAIR - 2, 2 * UNIT, work, number, lift)
+        factor = last_factor(
+            best, total, sink, results, work, number, turn >> 24, lift, SCORE_ROW, OUTPUT_ROW, False
+        )  # fmt: skip
+        finish_both(left, right, factor, results, shared, turn * PAIR - 2, 2 * UNIT, work, number, KEYS)
         taken += 1
 
 
 @gluon.jit
-def allocate():
+def allocate(KEYS: gl.constexpr):
     """Shared memory with its barriers set."""
     shared = Shared(
         gl.allocate_shared_memory(gl.bfloat16, [4, HEADS, UNIT], SWIZZLED),
         gl.allocate_shared_memory(gl.bfloat16, [SLOTS, KEYS, UNIT], SWIZZLED),
-        gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, KEYS], SWIZZLED),
+        gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, KEYS], weights_shared(KEYS)),
         gl.allocate_shared_memory(gl.float32, [HEADS], FLAT),
         gl.allocate_shared_memory(gl.float32, [HEADS], FLAT),
         gl.allocate_shared_memory(gl.float32, [1, HEADS], FLAT),
@@ -279,16 +314,17 @@ def allocate():
     return shared
 
 
-@gluon.jit(do_not_specialize=["heads", "near_count", "far_count", "queries", "pieces", "pairs"])
+@gluon.jit(do_not_specialize=["heads", "near_count", "far_count", "queries", "whole", "pieces", "pairs"])
 def attend_ring(
-    q, near, far, near_rows, far_rows, sink, out, maxima, sums, heads, near_count, far_count, queries, pieces, pairs, c,
-    STEP: gl.constexpr, PARTIAL: gl.constexpr, GROUP_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    q, near, far, near_rows, far_rows, sink, out, partial, maxima, sums, heads, near_count, far_count, queries, whole,
+    pieces, pairs, c, STEP: gl.constexpr, KEYS: gl.constexpr, OVERLAPS: gl.constexpr, TURNS: gl.constexpr,
+    GROUP_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Sparse attention over tables of bf16 rows. Arguments as of `attend_bf16`."""
-    lists = Lists(near_rows, far_rows, near_count, far_count, STEP)
-    work = Work(queries, pieces, pairs)
-    results = Results(out, maxima, sums, sink, heads, PARTIAL)
-    shared = allocate()
+    lists = Lists(near_rows, far_rows, near_count, far_count, STEP, KEYS)
+    work = Work(queries, whole, pieces, pairs, TURNS)
+    results = Results(out, partial, maxima, sums, sink, heads, OVERLAPS)
+    shared = allocate(KEYS)
     gl.warp_specialize(
         [
             (attend_first, (lists, work, results, shared, c, 1.0)),

@@ -3,35 +3,52 @@
 import triton
 import triton.language as tl
 
+from openv41.ops.kernels.interpreted import bound
+
+WIDE = tl.constexpr(4096)
+"""Words of four flags that are counted at a time."""
+
 
 @triton.jit
-def count_kept(within, counts, stride, blocks, WAYS: tl.constexpr, TILE: tl.constexpr):
-    """How many blocks of each chunk of a row are kept."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    block = chunk * TILE + tl.arange(0, TILE)
-    kept = tl.load(within + row * stride + block, mask=block < blocks, other=0) != 0
-    tl.store(counts + row * WAYS + chunk, tl.sum(kept.to(tl.int32), 0))
+def flags_before(flags, end):
+    """How many of a row's first `end` flags are set; `end` and the row's place are multiples of four."""
+    total, words = 0, flags.to(tl.pointer_type(tl.int32), bitcast=True)
+    for first in range(0, bound(end // 4), WIDE):
+        place = first + tl.arange(0, WIDE)
+        word = tl.load(words + place, mask=place < end // 4, other=0)
+        word = (word & 0x00FF00FF) + ((word >> 8) & 0x00FF00FF)
+        total += tl.sum((word & 0xFFFF) + (word >> 16), 0)
+    return total
 
 
 @triton.jit
 def list_kept(
-    within, visible, counts, lists, listed, stride, blocks, most,
-    WAYS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    within, visible, slots, pages, lists, starts, listed,
+    stride, blocks, most, pages_held,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, PER_PAGE: tl.constexpr,
 ):  # fmt: skip
-    """The kept blocks of each row in order, `most` at most, and how many visible positions they hold."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    block = chunk * TILE + tl.arange(0, TILE)
-    kept = tl.load(within + row * stride + block, mask=block < blocks, other=0) != 0
-    way = tl.arange(0, WAYS)
-    counted = tl.load(counts + row * WAYS + way)
-    base = tl.sum(tl.where(way < chunk, counted, 0), 0)
-    place = base + tl.cumsum(kept.to(tl.int32), 0) - 1
-    tl.store(lists + row * most + place, block, mask=kept & (place < most))
-    total = tl.sum(counted, 0)
+    """The kept blocks of each row in order, `most` at most, and how many visible positions they hold, the newest one
+    among them. With `PER_PAGE` also where they start: the row of a block's first record in a table of pages, divided by
+    eight.
+
+    Program (i, j) lists what tile j of row i has; it counts what lies before by itself, and the last one has counted
+    all of the row."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    block = tile * TILE + tl.arange(0, TILE)
+    kept = (tl.load(within + row * stride + block, mask=block < blocks, other=0) != 0).to(tl.int32)
     seen = tl.load(visible + row).to(tl.int32)
-    last = kept & (place == total - 1)  # the newest block is kept, and may be visible in part
-    missing = tl.sum(tl.where(last, tl.maximum((block + 1) * BLOCK - seen, 0), 0), 0)
-    if tl.sum(last.to(tl.int32), 0) > 0:
-        tl.store(listed + row, (total * BLOCK - missing).to(tl.int64))
-    if (total == 0) & (chunk == 0):
-        tl.store(listed + row, total.to(tl.int64))
+    start = block
+    if PER_PAGE > 0:
+        position = block * BLOCK  # of those past the slot's pages, none is kept
+        page = tl.load(pages + tl.load(slots + row) * pages_held + tl.minimum(position // PER_PAGE, pages_held - 1))
+        start = page.to(tl.int32) * (PER_PAGE // 8) + position % PER_PAGE // 8
+    before = flags_before(within + row * stride, tile * TILE)
+    place = before + tl.cumsum(kept, 0) - 1
+    mask = (kept != 0) & (place < most)
+    tl.store(lists + row * most + place, block, mask=mask)
+    if PER_PAGE > 0:
+        tl.store(starts + row * most + place, start, mask=mask)
+    if tile == tl.num_programs(1) - 1:
+        newest = (seen + BLOCK - 1) // BLOCK * BLOCK  # may be visible in part
+        total = (before + tl.sum(kept, 0)) * BLOCK
+        tl.store(listed + row, tl.maximum(total - (newest - seen), 0).to(tl.int64))

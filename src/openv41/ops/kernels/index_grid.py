@@ -94,20 +94,20 @@ def unit_of(low, top):
 def encode_rows(
     table, slots, pages, codes, units, norms, peaks,
     first, count, pages_held, padded,
-    RECORDS: tl.constexpr, PER_PAGE: tl.constexpr, WIDTH: tl.constexpr, PAGED: tl.constexpr,
+    RECORDS: tl.constexpr, PER_PAGE: tl.constexpr, WIDTH: tl.constexpr, PAGED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """e4m3 codes, unit and norm of `ROWS` rows; the norm is infinite where a row, or one of its groups by itself, does
-    not fit. `peaks`: the largest norm of the program's rows. Program (i, j) takes rows i * ROWS, ... of the first
+    """e4m3 codes, unit and norm of `COUNT` rows; the norm is infinite where a row, or one of its groups by itself, does
+    not fit. `peaks`: the largest norm of the program's rows. Program (i, j) takes rows i * COUNT, ... of the first
     `count` of slot `slots[first * j]`; what lies behind them, up to `padded`, is filled with zero."""
     part, run = tl.program_id(0), tl.program_id(1)
-    index = part * ROWS + tl.arange(0, ROWS)
+    index = part * COUNT + tl.arange(0, COUNT)
     known = index < count
     slot = 0
     if PAGED:
         slot = tl.load(slots + run * first)
     row = row_numbers(index, known, slot, pages, pages_held, PER_PAGE)
-    low = tl.full([ROWS], float("inf"), tl.float32)
-    top = tl.zeros([ROWS], tl.float32)
+    low = tl.full([COUNT], float("inf"), tl.float32)
+    top = tl.zeros([COUNT], tl.float32)
     lows = ()
     for group in tl.static_range(WIDTH // 32):
         values = group_values(table, row, known, group, RECORDS, WIDTH)
@@ -116,8 +116,8 @@ def encode_rows(
         top = tl.maximum(top, tl.max(tl.abs(values), 1))
     unit, octaves = unit_of(low, top)
     inverse = ((254 << 23) - unit.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    norm = tl.zeros([ROWS], tl.float32)
-    wrong = tl.zeros([ROWS], tl.int32)
+    norm = tl.zeros([COUNT], tl.float32)
+    wrong = tl.zeros([COUNT], tl.int32)
     own = run.to(tl.int64) * padded + index
     for group in tl.static_range(WIDTH // 32):
         scaled = group_values(table, row, known, group, RECORDS, WIDTH) * inverse[:, None]

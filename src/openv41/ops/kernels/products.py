@@ -160,6 +160,45 @@ def finish(
 
 
 @triton.jit
+def write(
+    total, out, row, token, count, outputs, out_stride, cos, sin,
+    STORED: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr, FORM: tl.constexpr,
+    BO: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Finished sums [BO, BN] as results."""
+    rows, tokens = row + tl.arange(0, BO), token + tl.arange(0, BN)
+    if STORED == FP8:
+        total *= 65536.0
+    y = tl.trans(total)  # [BN, BO]
+    if not WIDE:
+        y = rounded(y, tl.bfloat16)
+        if TURNED > 0 or FORM != bits.NONE:
+            y = finish(y.to(tl.float32), row, tokens, count, cos, sin, WIDTH, TURNED, FORM, BO, BN)
+            y = rounded(y, tl.bfloat16)
+    place = tokens.to(tl.int64)[:, None] * out_stride + rows[None, :]
+    tl.store(out + place, y, mask=(tokens < count)[:, None] & (rows < outputs)[None, :])
+
+
+@triton.jit(do_not_specialize=["count"])
+def join_kernel(
+    partials, out, cos, sin, count, outputs, out_stride,
+    WIDTH: tl.constexpr, TURNED: tl.constexpr, FORM: tl.constexpr, PIECES: tl.constexpr,
+    ROWS: tl.constexpr, BO: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Add the pieces of BO outputs of BN tokens, in their order. Pieces lie as [tiles of ROWS outputs, parts of BN
+    tokens, PIECES, ROWS, BN]; BO divides ROWS."""
+    tile, part = tl.program_id(0), tl.program_id(1)
+    row = tile * BO
+    number = row // ROWS * tl.num_programs(1) + part
+    first = partials + (number * PIECES).to(tl.int64) * (ROWS * BN)
+    place = (row % ROWS + tl.arange(0, BO))[:, None] * BN + tl.arange(0, BN)[None, :]
+    total = tl.zeros((BO, BN), tl.float32)
+    for piece in tl.static_range(PIECES):
+        total += tl.load(first + piece * (ROWS * BN) + place)
+    write(total, out, row, part * BN, count, outputs, out_stride, cos, sin, FP8, False, WIDTH, TURNED, FORM, BO, BN)
+
+
+@triton.jit
 def product_kernel(
     x, weight, scale, out, partials, counters, cos, sin,
     count, outputs, x_stride, x_group, out_stride, weight_step, scale_step,
@@ -188,22 +227,12 @@ def product_kernel(
         x, weight, scale, weight_row, token, first, last, count, weight_rows, INPUTS, x_stride,
         STORED, BO, BN, BK, STAGES,
     )  # fmt: skip
-    rows, tokens = row + tl.arange(0, BO), token + tl.arange(0, BN)
     is_last = True
     if PIECES > 1:
         number = part * tl.num_programs(0) + tile
         total, is_last = join_pieces(total, partials, counters, number, piece, PIECES, BO, BN)
     if is_last:
-        if STORED == FP8:
-            total *= 65536.0
-        y = tl.trans(total)  # [BN, BO]
-        if not WIDE:
-            y = rounded(y, tl.bfloat16)
-            if TURNED > 0 or FORM != bits.NONE:
-                y = finish(y.to(tl.float32), row, tokens, count, cos, sin, WIDTH, TURNED, FORM, BO, BN)
-                y = rounded(y, tl.bfloat16)
-        place = tokens.to(tl.int64)[:, None] * out_stride + rows[None, :]
-        tl.store(out + place, y, mask=(tokens < count)[:, None] & (rows < outputs)[None, :])
+        write(total, out, row, token, count, outputs, out_stride, cos, sin, STORED, WIDE, WIDTH, TURNED, FORM, BO, BN)
 
 
 @triton.jit

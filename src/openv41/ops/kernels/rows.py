@@ -200,10 +200,11 @@ def pool_two(old, new, old_gate, new_gate):
 def pool_store_kernel(
     kv, gate, members, weight, cos, sin, rows, table, latents, count, kv_stride, gate_stride, eps,
     HALF: tl.constexpr, TURNED: tl.constexpr, FORM: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
-    LISTED: tl.constexpr, ROWS: tl.constexpr,
+    STORE: tl.constexpr, LISTED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Groups of two tokens, rows `members` [groups, 2] of kv and gate: pooled, normed, written to `latents`; rotated,
-    quantised, stored. A group whose first member is -1 is none: zeros are written to `latents`, nothing is stored."""
+    """Groups of two tokens, rows `members` [groups, 2] of kv and gate: pooled, normed, written to `latents`; STORE: and
+    rotated, quantised, stored. A group whose first member is -1 is none: zeros are written to `latents`, and nothing is
+    stored."""
     group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     wanted = group < count
     old = tl.load(members + 2 * group, mask=wanted, other=-1)
@@ -218,9 +219,10 @@ def pool_store_kernel(
     a, b = norm_pairs(a, b, weight, eps, ROWS, HALF)
     even, odd = rounded(a, tl.bfloat16), rounded(b, tl.bfloat16)
     store_pairs(latents, group * (2 * HALF), even, odd, wanted, ROWS, HALF)
-    a, b = turn_pairs(a, b, cos, sin, tl.minimum(group, count - 1), HALF, TURNED, False)
-    target, goes = targets_of(rows, group, wanted, LISTED)
-    put_rows(table, target, goes & known, a, b, FORM, PACKED, BLOCK, ROWS, HALF)
+    if STORE:
+        a, b = turn_pairs(a, b, cos, sin, tl.minimum(group, count - 1), HALF, TURNED, False)
+        target, goes = targets_of(rows, group, wanted, LISTED)
+        put_rows(table, target, goes & known, a, b, FORM, PACKED, BLOCK, ROWS, HALF)
 
 
 @triton.jit

@@ -34,7 +34,7 @@ def columns_divided(x, eps):
     return x / (tl.sum(x, 1)[:, None, :] + eps)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def balanced(logits, out, count, eps, ROUNDS: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr):
     place, wanted = places(count, TOKENS, M)
     x = columns_divided(softmax_of_rows(tl.load(logits + place, mask=wanted, other=0.0)) + eps, eps)
@@ -43,7 +43,7 @@ def balanced(logits, out, count, eps, ROUNDS: tl.constexpr, TOKENS: tl.constexpr
     tl.store(out + place, x, mask=wanted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def balanced_gradient(
     logits, gradient, made, out, count, eps, ROUNDS: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr
 ):
