@@ -7,7 +7,7 @@ from openv41.config import Config
 from openv41.model.experts import Router
 from openv41.ops import choose
 from openv41.state import Step
-from openv41.train.balance import Routing, balance_loss, imbalance
+from openv41.train.balance import Routing, balance_loss, imbalances
 from openv41.train.language import run_headless
 from openv41.train.trainable import build
 from tests.small import drafting_config, tokens
@@ -33,7 +33,8 @@ def test_the_loss_is_its_formula(rng):
 def test_even_loads_and_scores_give_one():
     chosen = torch.arange(8).unflatten(0, (4, 2))
     assert float(balance_loss(torch.ones(4, 8), chosen, torch.zeros(4, dtype=torch.int64))) == pytest.approx(1.0)
-    assert imbalance(torch.ones(8)) == 1.0 and imbalance(torch.tensor([8.0, 0, 0, 0])) == 4.0
+    loads = {"even": torch.ones(8), "one": torch.tensor([8.0, 0, 0, 0]), "unused": torch.zeros(3)}
+    assert imbalances(loads) == {"even": 1.0, "one": 4.0} and imbalances({}) == {}
 
 
 def test_loads_count_what_was_chosen_and_only_during_a_step():
@@ -71,7 +72,7 @@ def test_the_sign_rule_moves_loads_towards_even(function, rng):
         routing.clear()
         with routing.during(None):
             router(torch.randn(256, config.dim, generator=rng) + lean, image)
-        loads.append(imbalance(routing.loads["gate"]))
+        loads.append(imbalances(routing.loads)["gate"])
         routing.move_bias(0.002)
     assert sum(loads[:5]) / 5 > 2
     assert sum(loads[-20:]) / 20 < 1 + 0.25 * (sum(loads[:5]) / 5 - 1)

@@ -80,7 +80,7 @@ def test_operations_may_change_under_a_model(seed):
     assert not torch.equal(before, built(step).logits)
     change_ops(changing, plain_ops())
     assert torch.equal(changing(step).logits, before)
-    assert ops_of("cpu", "published").dtype == torch.bfloat16
+    assert ops_of(Settings(), config, "published").dtype == torch.bfloat16
 
 
 def test_a_run_through_all_phases_resumes_to_the_bit(tmp_path, other_path):

@@ -82,6 +82,7 @@ def _opened(settings: "Settings", processes: "Processes") -> "Training":
 
 def _train(training: "Training", minutes: float | None) -> int:
     from openv41.train.loop import METRICS, read_metrics
+    from openv41.train.setup import arithmetic
 
     settings = training.settings
     say, folder = note if training.writes else _nothing, Path(settings.folder)
@@ -91,7 +92,7 @@ def _train(training: "Training", minutes: float | None) -> int:
         say(f"{settings.folder} has no checkpoint: beginning again")
     shown = _progress(settings.steps, training.step) if training.writes else nullcontext(None)
     try:
-        with _deterministic(settings.device), shown as report:
+        with arithmetic(settings), shown as report:
             done = training.run(report, math.inf if minutes is None else 60 * minutes)
     except TrainingStopped as stopped:
         if training.writes:
@@ -118,24 +119,6 @@ def _draw(folder: Path, lines: list[dict[str, Any]]) -> None:
         note(f"no loss curve: {error}")
     else:
         note(f"loss curve in {paths[0]} and {paths[1].name}")
-
-
-@contextmanager
-def _deterministic(device: str) -> Iterator[None]:
-    """For as long as the run lasts: on a CPU sums in a fixed order, on a GPU products of float32 in TF32."""
-    import torch
-
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    precision, on_cpu = torch.get_float32_matmul_precision(), torch.device(device).type == "cpu"
-    # On a GPU some sums have no fixed order, and asking for one would be an error.
-    torch.use_deterministic_algorithms(on_cpu)
-    if not on_cpu:
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.set_float32_matmul_precision(precision)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ share of the step's tokens, and down for those that had more.
 Source: DeepSeek-V3 report, section 2.1.2.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -43,9 +43,16 @@ def marks(chosen: Int[Tensor, "*l n k"], experts: int) -> Float[Tensor, "*l n e"
     return torch.zeros(*chosen.shape[:-1], experts, device=chosen.device).scatter(-1, chosen, 1.0)
 
 
-def imbalance(load: Float[Tensor, "e"]) -> float:
-    """The largest load over the mean: 1 is even, the number of experts is one expert for all."""
-    return float(load.max() / load.mean()) if load.sum() else 0.0
+def imbalances(loads: Mapping[str, Float[Tensor, "e"]]) -> dict[str, float]:
+    """Of each router that was used the largest load over the mean: 1 is even, the number of experts is one expert for
+    all. The device is asked once."""
+    known = torch.cat(list(loads.values())).tolist() if loads else []
+    found = {}
+    for path, load in loads.items():
+        own, known = known[: len(load)], known[len(load) :]
+        if any(own):
+            found[path] = max(own) / (sum(own) / len(own))
+    return found
 
 
 class Routing:

@@ -23,7 +23,7 @@ from torch import Tensor
 from openv41.errors import InputError, TrainingStopped
 from openv41.model.masters import change_ops
 from openv41.train import checkpoints
-from openv41.train.balance import imbalance
+from openv41.train.balance import imbalances
 from openv41.train.data import Pack, Packs, Place, once
 from openv41.train.draft import Blocks, draw_blocks
 from openv41.train.lessons import Target
@@ -127,7 +127,7 @@ class Training:
             "rate": s.optimizer.rate * self.phase.rate,
             "numerics": self.phase.numerics,
             "norm": float(norm),
-            "load": {path: round(imbalance(load), 4) for path, load in self.routing.loads.items() if load.sum()},
+            "load": {path: round(most, 4) for path, most in imbalances(self.routing.loads).items()},
             **({"recall": self.recall} if self.recall else {}),
             "seconds": round(seconds, 4),
             "tokens_per_second": round(tokens / seconds, 1),
@@ -139,7 +139,7 @@ class Training:
         self.phase = phase
         self.optimizers.set_rate(phase.rate)
         if self.model.ops.numerics != phase.numerics:
-            change_ops(self.model, ops_of(self.settings.device, phase.numerics))
+            change_ops(self.model, ops_of(self.settings, self.config, phase.numerics))
 
     def backward(self, pack: Pack, weight: float) -> dict[str, Tensor]:
         """Gradients of one pack's losses times `weight`, added to what is there; the losses by name."""

@@ -45,6 +45,11 @@ class ModelSettings:
     for the end of a run, so that the numbers that are shipped are the ones that were trained."""
     published_from: float = _rule(1.0, 0, 1)
     """The share of the steps after which plain numerics become published ones; 1: never."""
+    ops: Literal["auto", "fast", "hopper"] = "auto"
+    """What computes: "hopper", kernels for GPUs of compute capability 9.0; "fast", the library's operations. "auto":
+    the first where device and shapes allow it, else the second; on a CPU the set for CPUs."""
+    tf32: bool = True
+    """On a GPU: products of float32 with operands rounded to 10 bits behind the leading one, sums in float32."""
     recompute: bool = False
     """Keep only what enters each layer and run it again for the gradient: less memory, more time."""
     replace: Mapping[str, Any] = field(default_factory=dict)

@@ -1,6 +1,8 @@
 """From settings to what a run is made of: configuration, vocabulary, model, texts."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from openv41.config import Config
 from openv41.errors import ConfigError, InputError
 from openv41.inputs.tokenizer import Tokenizer, compress_vocabulary
 from openv41.model.transformer import Transformer
-from openv41.ops import Numerics, Ops, choose
+from openv41.ops import Numerics, Ops, choose, trains_by_kernel
 from openv41.train.data import Corpus, read_files
 from openv41.train.settings import DataSettings, ModelSettings, Settings
 from openv41.train.trainable import build
@@ -50,16 +52,38 @@ def open_model(settings: Settings) -> tuple[Config, Vocabulary, Transformer]:
             f"data.context must be at most {config.context} (original_seq_len x rope_factor of the model), got "
             f"{settings.data.context}; lower it, or raise one of these in [model.replace]"
         )
-    model = build(config, ops_of(device, chosen.numerics), settings.seed, chosen.start or None)
+    model = build(config, ops_of(settings, config, chosen.numerics), settings.seed, chosen.start or None)
     if model.lookback is not None:
         model.lookback.token_map.copy_(token_map)
     return config, vocabulary, model.to(device)
 
 
-def ops_of(device: str | torch.device, numerics: Numerics) -> Ops:
-    """The one place where a run's arithmetic is chosen: float32 throughout, or the published rounding."""
+def ops_of(settings: Settings, config: Config, numerics: Numerics) -> Ops:
+    """The one place where a run's arithmetic is chosen: float32 throughout, or the published rounding; and by which
+    set, as `model.ops` says. Raises `OpsError` for a set that the device cannot run."""
+    want = settings.model.ops
+    shape = config.n_heads, config.head_dim, config.hc_mult, config.dim
+    if want == "auto" and trains_by_kernel(settings.device, *shape):
+        want = "hopper"
     dtype = torch.float32 if numerics == "plain" else None
-    return choose(device, numerics=numerics, training=True, dtype=dtype)
+    return choose(settings.device, want, numerics, training=True, dtype=dtype)
+
+
+@contextmanager
+def arithmetic(settings: Settings) -> Iterator[None]:
+    """For as long as a run lasts: on a CPU sums in a fixed order, on a GPU products of float32 in TF32, if that is
+    allowed."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    precision, on_cpu = torch.get_float32_matmul_precision(), torch.device(settings.device).type == "cpu"
+    # On a GPU some sums have no fixed order, and asking for one would be an error.
+    torch.use_deterministic_algorithms(on_cpu)
+    if not on_cpu:
+        torch.set_float32_matmul_precision("high" if settings.model.tf32 else "highest")
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.set_float32_matmul_precision(precision)
 
 
 def open_texts(settings: DataSettings, tokenizer: Tokenizer, vocab_size: int) -> tuple[Corpus, Corpus]:
