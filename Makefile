@@ -21,13 +21,14 @@ help:
 	@echo "make check      ruff and mypy alone"
 	@echo "make bench      run the benchmarks; each number only after its agreement check"
 	@echo "make setup      make .venv with the versions in requirements.txt (the others do this themselves)"
-	@echo "make clean      remove caches, builds and the demo; make distclean removes .venv as well"
+	@echo "make clean      remove caches and builds; make distclean removes .venv as well"
 
 setup: $(READY)
 
-# What the command makes for itself, it keeps here.
+# The beginning of a class, and what openv41-mini makes of its last function.
 demo: $(READY)
-	XDG_CACHE_HOME=$(CURDIR)/.demo $(BIN)/openv41 generate "def fibonacci(n):" --max-new-tokens 64 --seed 0 $(ARGS)
+	@cat mini/prompt.txt
+	@$(BIN)/openv41 generate --file mini/prompt.txt --max-new-tokens 64 --stop "$$(printf '\n\n ')" $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -63,7 +64,7 @@ $(READY): requirements.txt pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf .demo build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean

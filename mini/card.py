@@ -11,6 +11,7 @@
     compressors          gzip, bz2, xz on the same bytes
     ngram        MODEL   an n-gram model of the same training tokens, on the same bytes (MODEL for its vocabulary)
     positions    MODEL   bits per byte by position and by length of context
+    copying      MODEL   what is read once and found again, by distance
     recall       MODEL   what the indexers find
     drafts       MODEL   tokens a round
     validity     MODEL   sampled completions that are Python
@@ -32,7 +33,7 @@ from typing import Any
 
 import ablate
 from corpus import read_record
-from figures import compressors, drafts, indexers, likelihood, ngram, sizes, texts, training, validity
+from figures import compressors, copying, drafts, indexers, likelihood, ngram, sizes, texts, training, validity
 
 from openv41.api import Assistant, load
 from openv41.config import Config
@@ -43,7 +44,7 @@ from openv41.train.data import read_files
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "mini.md"
 RESULTS = HERE / "results"
-OF_MODEL = ("sizes", "bits", "positions", "recall", "drafts", "validity")
+OF_MODEL = ("sizes", "bits", "positions", "copying", "recall", "drafts", "validity")
 """Figures that carry the digest of a model."""
 
 
@@ -149,6 +150,15 @@ def positions_of(s: Subject) -> dict[str, Any]:
     return found
 
 
+def copying_of(s: Subject) -> dict[str, Any]:
+    config = s.assistant.config
+    special = 3  # bos, eos and padding stand first, the image token last
+    between = [gap for gap in copying.BETWEEN if gap + 2 * copying.PASSAGE <= s.edges[-1]]
+    return copying.measure(
+        s.assistant.transformer, range(special, config.vocab_size - 1), config.window_size, s.documents, between
+    )
+
+
 def recall_of(s: Subject) -> dict[str, Any]:
     pieces = likelihood.long_ones(s.all_documents(), s.edges[-1], max(1, s.documents // 3))
     return indexers.measure(s.assistant.transformer, pieces)
@@ -165,7 +175,8 @@ def validity_of(s: Subject) -> dict[str, Any]:
 
 FIGURES: dict[str, Callable[[Subject], dict[str, Any]]] = {
     "sizes": sizes_of, "data": data_of, "training": training_of, "bits": bits_of, "compressors": compressors_of,
-    "ngram": ngram_of, "positions": positions_of, "recall": recall_of, "drafts": drafts_of, "validity": validity_of,
+    "ngram": ngram_of, "positions": positions_of, "copying": copying_of, "recall": recall_of, "drafts": drafts_of,
+    "validity": validity_of,
 }  # fmt: skip
 
 
@@ -200,6 +211,7 @@ PARTS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = {
     "training": (("training",), lambda r: training.run_table(r["training"])),
     "bits": (("bits", "compressors", "ngram"), beside),
     "positions": (("positions",), lambda r: likelihood.table(r["positions"]) + POSITIONS),
+    "copying": (("copying",), lambda r: copying.table(r["copying"])),
     "recall": (("recall",), lambda r: indexers.table(r["recall"])),
     "drafts": (("drafts",), lambda r: drafts.table(r["drafts"])),
     "validity": (("validity",), lambda r: validity.table(r["validity"])),

@@ -25,6 +25,7 @@ from openv41.train import checkpoints
 from openv41.train.loop import Training
 from openv41.train.schedule import Phase, begin_of, phase_at
 from openv41.train.settings import Settings
+from openv41.train.setup import arithmetic
 
 Kind = tuple[str, bool]
 """A phase as far as it costs time: its numerics, and whether the draft learns."""
@@ -55,7 +56,7 @@ def kinds_of(settings: Settings) -> list[Kind]:
 
 def measure(settings: Settings, count: int) -> Cost:
     """The seconds that steps take: of each phase the median of `count`, after as many to warm up."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, arithmetic(settings):
         training = Training(replace(settings, folder=folder, steps=MANY))
         found = {}
         for kind in kinds_of(settings):

@@ -20,7 +20,7 @@ from openv41.weights.tiny import SPECIAL, train_tokenizer
 from tests.mini.scripts import code
 from tests.train.runs import config_of_runs, plain_ops
 
-from figures import compressors, indexers, likelihood, ngram, validity  # isort: skip  (scripts puts them in reach)
+from figures import compressors, copying, indexers, likelihood, ngram, validity  # isort: skip  (scripts puts them in reach)
 
 # n-grams
 
@@ -190,3 +190,30 @@ def test_published_numerics_are_measured_as_well(seed):
     [nats] = likelihood.nats(model, [piece])
     assert nats.shape == (32,) and np.isfinite(nats).all()
     assert torch.is_grad_enabled()
+
+
+# Copying
+
+
+def test_who_finds_a_passage_again_knows_it_and_who_sees_too_little_does_not(monkeypatch):
+    """A reader who recognises three tokens within so many before, and knows nothing else."""
+
+    def reads(sight):
+        def nats(model, pieces):
+            return [np.array([0.0 if known(piece, place, sight) else 8.0 for place in range(len(piece) - 1)])
+                    for piece in pieces]  # fmt: skip
+
+        return nats
+
+    def known(piece, place, sight):
+        told = piece[max(0, place - 2) : place + 1]
+        before = range(max(2, place - sight), place)
+        return len(told) == 3 and any((piece[at - 2 : at + 1] == told).all() for at in before)
+
+    for sight, finds in ((10_000, [True, True]), (100, [True, False])):
+        monkeypatch.setattr(copying, "nats", reads(sight))
+        found = copying.measure(None, range(3, 4000), 128, 3, (0, 300))
+        assert [row["first"] for row in found["rows"]] == [8.0, 8.0]
+        assert [row["again"] == 0.0 for row in found["rows"]] == finds
+        assert found["rows"][-1]["again"] in (0.0, 8.0)
+        assert copying.table(found).count("\n") == 3
