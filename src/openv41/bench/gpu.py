@@ -40,13 +40,15 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         held = call()
-    return _Replay(graph, held)
+    return _Replay(graph, held, call)
 
 
 @dataclass(frozen=True)
 class _Replay:
     graph: Any
     held: Any
+    call: Callable[[], Any]
+    """Kept for the tensors that it reads: the graph has their addresses, and does not keep them alive."""
 
     def __call__(self) -> Any:
         self.graph.replay()
