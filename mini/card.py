@@ -12,6 +12,7 @@
     ngram        MODEL   an n-gram model of the same training tokens, on the same bytes (MODEL for its vocabulary)
     positions    MODEL   bits per byte by position and by length of context
     copying      MODEL   what is read once and found again, by distance
+    without      MODEL   bits per byte with a part switched off
     recall       MODEL   what the indexers find
     drafts       MODEL   tokens a round
     validity     MODEL   sampled completions that are Python
@@ -33,7 +34,7 @@ from typing import Any
 
 import ablate
 from corpus import read_record
-from figures import compressors, copying, drafts, indexers, likelihood, ngram, sizes, texts, training, validity
+from figures import compressors, copying, drafts, indexers, likelihood, ngram, sizes, texts, training, validity, without
 
 from openv41.api import Assistant, load
 from openv41.config import Config
@@ -44,7 +45,7 @@ from openv41.train.data import read_files
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "mini.md"
 RESULTS = HERE / "results"
-OF_MODEL = ("sizes", "bits", "positions", "copying", "recall", "drafts", "validity")
+OF_MODEL = ("sizes", "bits", "positions", "copying", "without", "recall", "drafts", "validity")
 """Figures that carry the digest of a model."""
 
 
@@ -159,6 +160,11 @@ def copying_of(s: Subject) -> dict[str, Any]:
     )
 
 
+def without_of(s: Subject) -> dict[str, Any]:
+    edges = without.EDGES if without.EDGES[-1] <= s.edges[-1] else s.edges
+    return without.measure(s.assistant.transformer, s.tokenizer, s.all_documents(), s.documents, edges)
+
+
 def recall_of(s: Subject) -> dict[str, Any]:
     pieces = likelihood.long_ones(s.all_documents(), s.edges[-1], max(1, s.documents // 3))
     return indexers.measure(s.assistant.transformer, pieces)
@@ -175,8 +181,8 @@ def validity_of(s: Subject) -> dict[str, Any]:
 
 FIGURES: dict[str, Callable[[Subject], dict[str, Any]]] = {
     "sizes": sizes_of, "data": data_of, "training": training_of, "bits": bits_of, "compressors": compressors_of,
-    "ngram": ngram_of, "positions": positions_of, "copying": copying_of, "recall": recall_of, "drafts": drafts_of,
-    "validity": validity_of,
+    "ngram": ngram_of, "positions": positions_of, "copying": copying_of, "without": without_of, "recall": recall_of,
+    "drafts": drafts_of, "validity": validity_of,
 }  # fmt: skip
 
 
@@ -212,6 +218,7 @@ PARTS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = {
     "bits": (("bits", "compressors", "ngram"), beside),
     "positions": (("positions",), lambda r: likelihood.table(r["positions"]) + POSITIONS),
     "copying": (("copying",), lambda r: copying.table(r["copying"])),
+    "without": (("without",), lambda r: without.table(r["without"])),
     "recall": (("recall",), lambda r: indexers.table(r["recall"])),
     "drafts": (("drafts",), lambda r: drafts.table(r["drafts"])),
     "validity": (("validity",), lambda r: validity.table(r["validity"])),

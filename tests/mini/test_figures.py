@@ -20,7 +20,7 @@ from openv41.weights.tiny import SPECIAL, train_tokenizer
 from tests.mini.scripts import code
 from tests.train.runs import config_of_runs, plain_ops
 
-from figures import compressors, copying, indexers, likelihood, ngram, validity  # isort: skip  (scripts puts them in reach)
+from figures import compressors, copying, indexers, likelihood, ngram, validity, without  # isort: skip  (scripts puts them in reach)
 
 # n-grams
 
@@ -217,3 +217,49 @@ def test_who_finds_a_passage_again_knows_it_and_who_sees_too_little_does_not(mon
         assert [row["again"] == 0.0 for row in found["rows"]] == finds
         assert found["rows"][-1]["again"] in (0.0, 8.0)
         assert copying.table(found).count("\n") == 3
+
+
+# Parts switched off
+
+
+def test_with_the_far_part_off_nothing_comes_from_further_than_windows_reach(model, seed):
+    """Four windows of 8 tokens on one another, and the hash of a few tokens, reach less than 40 back."""
+    draw = np.random.default_rng(seed)
+    told = draw.integers(3, 300, 90)
+    other = np.concatenate((draw.integers(3, 300, 20), told[20:]))
+
+    def late():
+        return [values[60:] for values in likelihood.nats(model, [told, other], 90)]
+
+    one, another = late()
+    assert np.abs(one - another).max() > 1e-5
+    with without.switched_off(model, "far"):
+        one, another = late()
+    assert one == pytest.approx(another, abs=1e-6)
+    with without.switched_off(model, "nothing"):
+        assert late()[0] == pytest.approx(likelihood.nats(model, [told], 90)[0][60:], abs=1e-6)
+    assert not any(isinstance(module.ops, without.Without) for module in model.modules() if hasattr(module, "ops"))
+
+
+def test_with_memory_off_its_tables_do_not_matter(model, seed):
+    told = np.random.default_rng(seed).integers(3, 300, 60)
+    tables = [parameter for name, parameter in model.named_parameters() if name.endswith("engram.embed.weight")]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("engram.wkv.weight"):  # before training no value comes out
+                parameter.normal_(generator=torch.Generator().manual_seed(seed))
+    assert tables
+
+    def shifted(part):
+        with without.switched_off(model, part):
+            before = likelihood.nats(model, [told], 60)[0]
+            with torch.no_grad():
+                for table in tables:
+                    table += 1
+            after = likelihood.nats(model, [told], 60)[0]
+            with torch.no_grad():
+                for table in tables:
+                    table -= 1
+        return np.abs(after - before).max()
+
+    assert shifted("memory") < 1e-6 < 1e-4 < shifted("nothing")
