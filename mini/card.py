@@ -152,12 +152,10 @@ def positions_of(s: Subject) -> dict[str, Any]:
 
 
 def copying_of(s: Subject) -> dict[str, Any]:
-    config = s.assistant.config
-    special = 3  # bos, eos and padding stand first, the image token last
+    config, special = s.assistant.config, s.tokenizer.special
+    ids = range(1 + max(special.bos, special.eos, special.pad), config.image_token_id)
     between = [gap for gap in copying.BETWEEN if gap + 2 * copying.PASSAGE <= s.edges[-1]]
-    return copying.measure(
-        s.assistant.transformer, range(special, config.vocab_size - 1), config.window_size, s.documents, between
-    )
+    return copying.measure(s.assistant.transformer, ids, config.window_size, s.documents, between)
 
 
 def without_of(s: Subject) -> dict[str, Any]:

@@ -537,6 +537,19 @@ def finish(
 
 
 @gluon.jit
+def set_barriers(shared, SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
+    """What each barrier waits for, in any of the kernels. SLOTS: places for keys; ARRIVALS: at a full one."""
+    mbarrier.init(shared.query_full, count=THREADS)
+    mbarrier.init(shared.query_empty, count=2)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(shared.full.index(slot), count=ARRIVALS)
+        mbarrier.init(shared.empty.index(slot), count=1)
+    for group in gl.static_range(2):
+        mbarrier.init(shared.weights_full.index(group), count=1)
+        mbarrier.init(shared.totals_full.index(group), count=1)
+
+
+@gluon.jit
 def allocate(ARRIVALS: gl.constexpr, KEYS: gl.constexpr):
     """Shared memory with its barriers set. ARRIVALS: at a full half block, of the loader's threads."""
     shared = Shared(
@@ -554,14 +567,7 @@ def allocate(ARRIVALS: gl.constexpr, KEYS: gl.constexpr):
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
     )
-    mbarrier.init(shared.query_full, count=THREADS)
-    mbarrier.init(shared.query_empty, count=2)
-    for place in gl.static_range(4):
-        mbarrier.init(shared.full.index(place), count=ARRIVALS)
-        mbarrier.init(shared.empty.index(place), count=1)
-    for group in gl.static_range(2):
-        mbarrier.init(shared.weights_full.index(group), count=1)
-        mbarrier.init(shared.totals_full.index(group), count=1)
+    set_barriers(shared, 4, ARRIVALS)
     return shared
 
 

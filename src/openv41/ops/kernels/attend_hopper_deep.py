@@ -48,6 +48,7 @@ from openv41.ops.kernels.attend_hopper import (
     last_factor,
     load_query,
     scores_layout,
+    set_barriers,
     sinks,
     weights_shared,
 )
@@ -285,14 +286,7 @@ def allocate(ARRIVALS: gl.constexpr, KEYS: gl.constexpr):
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
     )
-    mbarrier.init(shared.query_full, count=THREADS)
-    mbarrier.init(shared.query_empty, count=2)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(shared.full.index(slot), count=ARRIVALS)
-        mbarrier.init(shared.empty.index(slot), count=1)
-    for group in gl.static_range(2):
-        mbarrier.init(shared.weights_full.index(group), count=1)
-        mbarrier.init(shared.totals_full.index(group), count=1)
+    set_barriers(shared, SLOTS, ARRIVALS)
     return shared
 
 

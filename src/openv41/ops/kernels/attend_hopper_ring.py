@@ -37,6 +37,7 @@ from openv41.ops.kernels.attend_hopper import (
     finish,
     last_factor,
     scores_layout,
+    set_barriers,
     sinks,
     staged_in_keys,
     weights_shared,
@@ -303,14 +304,7 @@ def allocate(KEYS: gl.constexpr):
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
     )
-    mbarrier.init(shared.query_full, count=THREADS)
-    mbarrier.init(shared.query_empty, count=2)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(shared.full.index(slot), count=THREADS)
-        mbarrier.init(shared.empty.index(slot), count=1)
-    for group in gl.static_range(2):
-        mbarrier.init(shared.weights_full.index(group), count=1)
-        mbarrier.init(shared.totals_full.index(group), count=1)
+    set_barriers(shared, SLOTS, THREADS)
     return shared
 
 
